@@ -1,0 +1,41 @@
+# Two commands do all the set-up:   make demo   and   make test
+# Each makes .venv from requirements.txt when it is missing or stale.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# Two nodes on one machine share its cores: one thread a process.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: demo bert test test-cluster lint format bench clean
+.DEFAULT_GOAL := demo
+
+# UNEVEN_VENVS: a folder that keeps environments outside the checkout, one for each requirements.txt (CI sets it).
+.venv: requirements.txt
+	@PYTHON=$(PYTHON) bash .ci/make-venv
+
+demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download
+	$(BIN)/python launch_scripts/play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu \
+	    --dataset digits --epochs 30 --out-dir $(RUN)
+
+test: .venv  ## all that needs neither root nor a GPU nor a network
+	$(BIN)/python -m pytest
+
+test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Debian's packages
+	bash tests/cluster/run.sh
+
+lint: .venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: .venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md
+	$(BIN)/python benchmarks/mnist.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,191 @@
+"""Start this node's workers, watch them, and end them together; or run in place under an outer launcher.
+
+A trainer file calls `main(parser)` before it imports torch. What follows depends on the layout:
+
+    -n/-g/-i, or nothing    this process starts one process for each worker and watches over them
+    torchrun                this process is a worker already, and becomes one
+
+A worker loads the trainer's file (now with torch and all that it imports) and calls its `train(worker, args)`.
+Where the platform can, a fork server loads the file once for a node and forks its workers: eight of them start
+in the time of one.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+from common.errors import UserError
+from common.layout import Layout, Worker, layout_from
+from common.report import say
+
+GRACE_SECONDS = 5.0  # after one worker has failed, for the others to say their last line
+KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
+PARENT_POLL_SECONDS = 1.0
+INTERRUPTED = 130
+
+LOST_CONTACT = (
+    "closed by peer",
+    "reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "connectFullMesh",
+    "Socket closed",
+)
+
+
+def main(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace, Layout], None] | None = None) -> None:
+    """Parse the flags, find the layout and run the calling file's `train(worker, args)` on each worker.
+
+    `check(args, layout)` may refuse further combinations of flags with UserError. Never returns: exits with 0
+    when every worker ended well, with 2 for a user's mistake, and with another number for any other failure.
+    """
+    args = parser.parse_args()
+    try:
+        layout = layout_from(args)
+        if check:
+            check(args, layout)
+    except UserError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    if layout.spawn:
+        sys.exit(_supervise(layout.workers(), args))
+    trainer = _load(sys.argv[0] if sys.argv[0].endswith(".py") else sys.modules["__main__"].__file__)
+    _watch_outer_launcher()
+    _be_worker(trainer.train, layout.workers()[0], args)
+
+
+# --- the watching side ------------------------------------------------------------------------------------------
+
+
+def _supervise(workers: list[Worker], args: argparse.Namespace) -> int:
+    """Run one process for each worker. The first that fails ends the others; returns its exit code, or 0."""
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["__main__"])
+    processes = [context.Process(target=_enter, args=(worker, args), name=f"rank {worker.rank}") for worker in workers]
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        for process in processes:
+            process.start()
+        return _wait_for_all(processes)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end(processes)
+
+
+def _wait_for_all(processes: list) -> int:
+    running = {process.sentinel: process for process in processes}
+    failed: int | None = None
+    deadline = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        for sentinel in wait(list(running), timeout=None if deadline is None else deadline - time.monotonic()):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode and failed is None:
+                failed = _exit_code(process)
+                deadline = time.monotonic() + GRACE_SECONDS
+    return failed or 0
+
+
+def _exit_code(process) -> int:
+    """The worker's exit code; a signal is reported as shells do, 128 + its number, and is worth a line."""
+    if process.exitcode >= 0:
+        return process.exitcode
+    number = -process.exitcode
+    name = signal.Signals(number).name
+    hint = " (out of memory? see `dmesg`)" if name == "SIGKILL" else ""
+    say(None, f"{process.name} was ended by {name}{hint}; ending the other workers of this node")
+    return 128 + number
+
+
+def _end(processes: list) -> None:
+    """No worker outlives its supervisor: SIGTERM, and SIGKILL for those that do not heed it."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + KILL_SECONDS
+    for process in alive:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+# --- the worker's side ------------------------------------------------------------------------------------------
+
+
+def _enter(worker: Worker, args: argparse.Namespace) -> None:
+    """Where a started process begins. multiprocessing has loaded the trainer's file as its main module."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_end_with, args=(lambda: wait([parent.sentinel]),), daemon=True).start()
+    _be_worker(sys.modules["__main__"].train, worker, args)
+
+
+def _be_worker(train: Callable[[Worker, argparse.Namespace], None], worker: Worker, args: argparse.Namespace) -> None:
+    """Train, turn what went wrong into one line where a line is enough, and exit."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        train(worker, args)
+        code = 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except UserError as error:
+        if worker.local_rank == 0 or not error.same_on_every_rank:
+            say(worker, f"error: {error}", error=True)
+        code = error.exit_code
+    except BaseException as error:
+        say(worker, _last_words(error), error=True)
+        code = 1
+    # Not sys.exit: after a failure the teardown of a process group may wait for ranks that are gone.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _last_words(error: BaseException) -> str:
+    """A failure of another rank in one line; one of our own with its traceback."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
+        return f"error: lost contact with another rank: {reason}. See what the other ranks and nodes say."
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _load(path: str):
+    """The trainer's file as a module that is not __main__, so that it goes on past its call of `main`."""
+    spec = importlib.util.spec_from_file_location("__mp_main__", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__mp_main__"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _watch_outer_launcher() -> None:
+    """End when the launcher that started this process is gone: torchrun's agent, killed, leaves its workers."""
+    parent = os.getppid()
+
+    def until_parent_changes() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+
+    threading.Thread(target=_end_with, args=(until_parent_changes,), daemon=True).start()
+
+
+def _end_with(wait_for_end: Callable[[], object]) -> None:
+    wait_for_end()
+    os._exit(1)

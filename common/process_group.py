@@ -1,0 +1,518 @@
+"""The join: from one process's place to a process group that everyone agrees on, or one clear error.
+
+Plain torch waits when anything about a job is inconsistent. Here a store comes first, and every rank posts its
+*view* there: rank and layout, flags that must agree, versions, host, device. Rank 0 checks the views and every
+rank gets the same verdict: go on, or one message that names the node, the field and both values.
+
+The protocol, on a store that may still hold the keys of a run that died (torchrun's restarts, a file://):
+
+    everyone   n = add(entries); set(n/view)
+    rank 0     set(n/challenge, token)           for each entry; the token is new in each run
+    everyone   set(n/response, token)            only the living answer, so the dead do not count
+    rank 0     all ranks alive once, all views agree?  set(token/verdict)
+
+and `init_process_group` runs under a prefix of that token, so that it never meets old keys either.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common import cli, network
+from common.errors import RunError, UserError
+from common.layout import Worker, host_and_port, tcp_address
+from common.report import say
+from common.version import versions
+
+SAY_EVERY_SECONDS = 4.0
+POLL_SECONDS = 0.03
+LINGER_SECONDS = 4.0  # rank 0 stays so long after a refusal, for nodes that come late to hear it
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group that is up: device, backend, every rank's view, and waits that say what they wait for."""
+
+    worker: Worker
+    device: torch.device
+    backend: str
+    views: list[dict]  # by rank
+    store: dist.Store
+    work_timeout_seconds: float
+    turns: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def others_wait(self, what: str) -> Iterator[None]:
+        """Rank 0 runs the body at its leisure; the other ranks wait on the store until it is done, not in a
+        collective that times out. Every rank must enter; guard the work with `if worker.is_main`.
+
+        When rank 0's body fails, the others raise UserError or RunError with the same message.
+        """
+        key = self._turn(what, "all")
+        if self.worker.is_main:
+            with self._announcing(key):
+                yield
+        else:
+            self._wait_for(key, what)
+            yield
+
+    @contextmanager
+    def first_on_node(self, what: str) -> Iterator[None]:
+        """The first worker of each node runs the body first, then the node's others: for downloads and caches.
+
+        Every rank must enter. When the first one fails, the node's others raise the same.
+        """
+        key = self._turn(what, f"node{self.worker.node_rank}")
+        if self.worker.rank == self._node_leader():
+            with self._announcing(key):
+                yield
+        else:
+            self._wait_for(key, what)
+            yield
+
+    def agree(self, **fields: object) -> None:
+        """Raise the same UserError on every rank unless these values are the same on all. Collective."""
+        view = {**self.views[self.worker.rank], "agree": {name: str(value) for name, value in fields.items()}}
+        views = [None] * self.worker.world_size
+        dist.all_gather_object(views, view)
+        for other in views[1:]:
+            if problem := _difference(views[0], other, ("agree",)):
+                raise UserError(problem, same_on_every_rank=True)
+
+    def _node_leader(self) -> int:
+        mine = self.views[self.worker.rank]
+        return next(view["rank"] for view in self.views if _node(view) == _node(mine))
+
+    def _turn(self, what: str, scope: str) -> str:
+        number = self.turns[what] = self.turns.get(what, 0) + 1
+        return f"turn/{scope}/{what}/{number}"
+
+    @contextmanager
+    def _announcing(self, key: str) -> Iterator[None]:
+        outcome = {"error": "interrupted", "mistake": False}
+        try:
+            yield
+            outcome = {}
+        except Exception as error:
+            mistake = isinstance(error, UserError) and not isinstance(error, RunError)
+            outcome = {"error": str(error), "mistake": mistake}
+            raise
+        finally:
+            self.store.set(key, json.dumps(outcome))
+
+    def _wait_for(self, key: str, what: str) -> None:
+        began = said = time.monotonic()
+        while not self.store.check([key]):
+            now = time.monotonic()
+            if now - began > self.work_timeout_seconds:
+                raise RunError(
+                    f"gave up after {self.work_timeout_seconds:.0f} s of waiting for: {what} (--work-timeout)"
+                )
+            if now - said > 10 * SAY_EVERY_SECONDS and self.worker.local_rank == 0:
+                said = now
+                say(self.worker, f"waiting for: {what} ({now - began:.0f} s)")
+            time.sleep(POLL_SECONDS)
+        outcome = json.loads(self.store.get(key))
+        if outcome:
+            kind = UserError if outcome["mistake"] else RunError
+            raise kind(f"{what} failed: {outcome['error']}", same_on_every_rank=True)
+
+
+@contextmanager
+def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
+    """Join the job, give the body a `Group`, and leave in order. Every rank must enter.
+
+    Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout.
+    """
+    device = _device(worker)
+    backend = _backend(worker, args)
+    store, addresses = _open_store(worker, args)
+    view = _view(worker, args, device, backend, addresses)
+    verdict = _Join(worker, args, store, view).run()
+    _name_interface(worker, args, addresses, verdict)
+    store = dist.PrefixStore(f"job/{verdict['token']}", store)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if backend == "nccl" else None,
+    )
+    yield Group(worker, device, backend, verdict["views"], store, args.work_timeout)
+    _leave(worker, store)
+
+
+# --- device and backend -----------------------------------------------------------------------------------------
+
+
+def _device(worker: Worker) -> torch.device:
+    if worker.device_type == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, _usable_cores() // worker.local_world_size))
+        return torch.device("cpu")
+    present = torch.cuda.device_count()
+    if worker.device_index >= present:
+        raise UserError(
+            f"rank {worker.rank} needs GPU {worker.device_index}, but CUDA sees {present} here although the driver lists "
+            f"{worker.layout.devices}: has one fallen off the bus? See `nvidia-smi`, or lower -g"
+        )
+    device = torch.device("cuda", worker.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _backend(worker: Worker, args: Namespace) -> str:
+    on_gpus = worker.device_type == "cuda"
+    shared = on_gpus and worker.local_world_size > worker.layout.devices
+    if args.backend == "auto":
+        return "nccl" if on_gpus and not shared and dist.is_nccl_available() else "gloo"
+    mend = "use --backend gloo, or leave it out"
+    if not dist.is_backend_available(args.backend):
+        raise UserError(f"--backend is {args.backend}, but torch {torch.__version__} was built without it: {mend}")
+    if args.backend == "nccl" and (not on_gpus or shared):
+        why = "ranks share a GPU" if shared else "this node's workers run on the CPU"
+        raise UserError(f"--backend is nccl, which needs a GPU for each rank, but {why}: {mend}")
+    return args.backend
+
+
+# --- the store --------------------------------------------------------------------------------------------------
+
+
+def _open_store(worker: Worker, args: Namespace) -> tuple[dist.Store, dict[str, str]]:
+    """The store where the ranks meet, and the addresses {"own", "master"} of the way there."""
+    if args.interface and args.interface not in network.local_addresses():
+        names = ", ".join(network.local_addresses())
+        raise UserError(f"--interface is {args.interface}, but {socket.gethostname()} has {names}: name one of these")
+    url = worker.layout.init_method
+    if url.startswith("file://"):
+        own = network.own_address(args.interface)
+        return dist.FileStore(url.removeprefix("file://"), worker.world_size), {"own": own, "master": ""}
+    host, port = host_and_port(url)
+    if not network.resolve(host):
+        raise UserError(
+            f"--master-addr is {host}, which {socket.gethostname()} cannot resolve: give a name or an address"
+        )
+    # A rank 0 that is told another machine's address is a mistake that the join there can name: -i 0 given twice.
+    if worker.is_main and worker.layout.hosts_store and network.is_local(host):
+        return _serve_store(worker, host, port, args)
+    own, master = _wait_for_master(worker, host, port, args.join_timeout)
+    return _connect(host, port, args.join_timeout), {"own": own, "master": master}
+
+
+def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+
+
+def _serve_store(worker: Worker, host: str, port: int, args: Namespace) -> tuple[dist.Store, dict[str, str]]:
+    timeout = timedelta(seconds=args.join_timeout)
+    try:
+        store = dist.TCPStore(
+            "localhost" if host == "0.0.0.0" else host, port, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "in use" not in str(error):
+            raise
+        raise UserError(
+            f"--master-port {port} on {socket.gethostname()} is held by {_holder(port)}: "
+            "choose another port on every node, or end that program"
+        ) from None
+    loopback = worker.layout.nodes == 1
+    own = network.own_address(args.interface) if host in ("0.0.0.0", "::") else network.resolve(host)[0]
+    return store, {"own": "127.0.0.1" if loopback and not args.interface else own, "master": ""}
+
+
+def _holder(port: int) -> str:
+    """Who listens on a local port: a run of ours says so itself in its store."""
+    try:
+        store = _connect("127.0.0.1", port, 1.5)
+        if store.check(["join/host"]):
+            return f"another run of ours ({store.get('join/host').decode()})"
+    except (RuntimeError, ValueError):
+        pass
+    return "another program"
+
+
+def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
+    """Wait until something listens at host:port, saying so. Returns our address and its, on that connection."""
+    began = said = time.monotonic()
+    while True:
+        try:
+            return network.source_address(host, port, timeout_seconds=2.0)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = time.monotonic()
+        where = f"the master (node 0) at {tcp_address(host, port)} does not answer: {reason}"
+        if now - began > timeout_seconds:
+            raise RunError(
+                f"{where}, for {timeout_seconds:.0f} s (--join-timeout): is node 0 started, "
+                "and are --master-addr, --master-port and the firewall right?",
+                same_on_every_rank=True,
+            )
+        if now - said > SAY_EVERY_SECONDS and worker.local_rank == 0:
+            said = now
+            say(worker, f"{where}; trying for {timeout_seconds - (now - began):.0f} s more")
+        time.sleep(0.2)
+
+
+def _name_interface(worker: Worker, args: Namespace, addresses: dict[str, str], verdict: dict) -> None:
+    """Tell gloo and NCCL the interface that reaches the other ranks, where the user named none.
+
+    gloo would resolve this machine's host name instead, and that is often 127.0.1.1 or nothing at all. The master's
+    own workers take the interface under which the other nodes have reached it.
+    """
+    own = addresses["own"]
+    if not args.interface and network.is_local(verdict["master"] or "localhost"):
+        own = verdict["master"] or own
+    interface = args.interface or network.interface_of(own)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------
+
+LAYOUT_FIELDS = {"gpus_per_node": "-g/--gpus", "world_size": "world size", "nodes": "-n/--nodes"}
+
+
+def _view(worker: Worker, args: Namespace, device: torch.device, backend: str, addresses: dict) -> dict:
+    """What this rank believes, as plain JSON."""
+    flags = {
+        name: value for name, value in vars(args).items() if name not in cli.NODE_FLAGS | set(LAYOUT_FIELDS) | {"gpus"}
+    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {
+        "rank": worker.rank,
+        "local_rank": worker.local_rank,
+        "node_rank": worker.node_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": f"{device} ({name})",
+        "source": worker.layout.source,
+        "addresses": addresses,
+        "layout": {label: _shown(getattr(worker.layout, name)) for name, label in LAYOUT_FIELDS.items()},
+        "versions": versions(),
+        "backend": {"--backend": backend},
+        "flags": {f"--{name.replace('_', '-')}": _shown(value) for name, value in flags.items()},
+    }
+
+
+def _shown(value: object) -> str:
+    """A flag's value as a person would type it: (8, 2) as 8,2."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def _node(view: dict) -> tuple:
+    return view["node_rank"], view["host"]
+
+
+def _place(view: dict) -> str:
+    return f"node {view['node_rank']} ({view['host']}, rank {view['rank']})"
+
+
+def _difference(first: dict, other: dict, sections: tuple[str, ...]) -> str | None:
+    """The first field in which two views differ, as a sentence with both nodes and both values."""
+    for section in sections:
+        for name in first[section] | other[section]:
+            mine, theirs = (view[section].get(name, "not given") for view in (first, other))
+            if mine != theirs:
+                return f"{_place(other)} has {name} {theirs}, but {_place(first)} has {mine}: make them the same on every node"
+    return None
+
+
+class _Join:
+    """One rank's side of the handshake."""
+
+    def __init__(self, worker: Worker, args: Namespace, store: dist.Store, view: dict):
+        self.worker, self.args, self.store, self.view = worker, args, store, view
+        self.began = self.said = time.monotonic()
+
+    def run(self) -> dict:
+        """Post our view and wait for the verdict; rank 0 also presides. Returns {"token", "master", "views"}."""
+        self.entry = self.store.add("join/entries", 1)
+        self.store.set(f"join/{self.entry}/view", json.dumps(self.view))
+        presiding = _Presider(self) if self.worker.is_main else None
+        token = ""
+        while True:
+            if presiding:
+                presiding.advance()
+            token = self._answer_challenge(token)
+            if token and (verdict := self._read(f"join/{token}/verdict")):
+                break
+            self._check_closed(token)
+            self._check_time(presiding)
+            time.sleep(POLL_SECONDS)
+        verdict = json.loads(verdict)
+        self.store.add(f"join/{token}/heard", 1)
+        if presiding:
+            presiding.linger(verdict)
+        if problem := verdict.get("problem"):
+            error = RunError if verdict.get("missing") else UserError
+            raise error(problem, same_on_every_rank=True)
+        return verdict
+
+    def _read(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _answer_challenge(self, token: str) -> str:
+        latest = self._read(f"join/{self.entry}/challenge") or ""
+        if latest != token:
+            self.store.set(f"join/{self.entry}/response", latest)
+        return latest
+
+    def _check_closed(self, token: str) -> None:
+        """A store that rank 0 itself serves lives and ends with its run; one that is complete takes nobody in."""
+        if (
+            token
+            or self.worker.is_main
+            or not self.worker.layout.hosts_store
+            or "tcp://" not in self.worker.layout.init_method
+        ):
+            return
+        if taken := self._read("join/closed"):
+            places = json.loads(taken)
+            holder = places.get(str(self.worker.rank))
+            raise UserError(
+                f"rank {self.worker.rank} of {_place(self.view)} comes to a run that is complete: "
+                + (f"the rank is held by {holder}" if holder else f"it has ranks 0 to {len(places) - 1}")
+                + f". Another run of ours holds {self.worker.layout.init_method}: choose another --master-port on every node",
+                same_on_every_rank=True,
+            )
+
+    def _check_time(self, presiding: "_Presider | None") -> None:
+        now = time.monotonic()
+        missing = presiding.missing() if presiding else "rank 0"
+        if now - self.began > self.args.join_timeout + (0 if presiding else LINGER_SECONDS):
+            problem = f"{missing} did not come within {self.args.join_timeout:.0f} s (--join-timeout): start it, or look at its log"
+            if presiding:
+                presiding.decide(problem, missing=True)
+            else:
+                raise RunError(problem, same_on_every_rank=True)
+        elif now - self.said > SAY_EVERY_SECONDS and self.worker.local_rank == 0:
+            self.said = now
+            if not presiding:
+                missing = self._read("join/missing") or "rank 0"
+            say(self.worker, f"waiting for {missing}; giving up in {self.args.join_timeout - (now - self.began):.0f} s")
+
+
+class _Presider:
+    """Rank 0's part: challenge every entry, compare the living, decide once."""
+
+    def __init__(self, join: _Join):
+        self.join, self.store, self.worker = join, join.store, join.worker
+        self.token = secrets.token_hex(8)
+        self.waiting: dict[int, dict] = {}  # entry -> view, challenged but silent: perhaps a run that died
+        self.alive: dict[int, dict] = {}  # rank -> view
+        self.entries = 0
+        self.heard_by = 0  # how many living processes there are to hear the verdict
+        self.decided = False
+        self.posted_missing = ""
+        host = f"{socket.gethostname()} pid {os.getpid()}, {self.worker.layout.source}"
+        self.store.set("join/host", host)
+
+    def advance(self) -> None:
+        """Take in new entries and answers, and decide when there is something to decide."""
+        for entry in range(self.entries + 1, self.store.add("join/entries", 0) + 1):
+            if not self.store.check([f"join/{entry}/view"]):
+                break
+            self.waiting[entry] = json.loads(self.store.get(f"join/{entry}/view"))
+            self.store.set(f"join/{entry}/challenge", self.token)
+            self.entries = entry
+        for entry in list(self.waiting):
+            if self.join._read(f"join/{entry}/response") == self.token:
+                self.heard_by += 1
+                self._admit(self.waiting.pop(entry))
+        if len(self.alive) == self.worker.world_size:
+            self.decide()
+        elif (missing := self.missing()) != self.posted_missing:
+            self.posted_missing = missing
+            self.store.set("join/missing", missing)
+
+    def _admit(self, view: dict) -> None:
+        mine = self.join.view
+        problem = _difference(mine, view, ("versions", "layout", "backend", "flags"))
+        if not problem and view["rank"] in self.alive:
+            problem = self._claimed_twice(self.alive[view["rank"]], view)
+        if problem:
+            self.decide(problem)
+        self.alive.setdefault(view["rank"], view)
+
+    def _claimed_twice(self, first: dict, second: dict) -> str:
+        places = " and ".join(f"{view['host']} (pid {view['pid']}, {view['source']})" for view in (first, second))
+        return f"rank {first['rank']} is claimed twice, by {places}: give every node a number -i/--node-rank of its own"
+
+    def missing(self) -> str:
+        """The ranks that have not come, by node where the layout tells: 'node 1 (ranks 8 to 9)'."""
+        absent = [rank for rank in range(self.worker.world_size) if rank not in self.alive]
+        sizes = self.worker.layout.gpus_per_node
+        if sizes is None:
+            return f"rank{'s' * (len(absent) > 1)} {_ranges(absent)} of {self.worker.world_size}"
+        nodes = []
+        for node, size in enumerate(sizes):
+            first = sum(sizes[:node])
+            here = [rank for rank in absent if first <= rank < first + size]
+            if here:
+                nodes.append(f"node {node} (rank{'s' * (len(here) > 1)} {_ranges(here)})")
+        return " and ".join(nodes) or "the last answers"
+
+    def decide(self, problem: str | None = None, missing: bool = False) -> None:
+        if self.decided:
+            return
+        self.decided = True
+        verdict = {"token": self.token, "problem": problem, "missing": missing}
+        if not problem:
+            verdict["views"] = [self.alive[rank] for rank in range(self.worker.world_size)]
+            verdict["master"] = next(
+                (view["addresses"]["master"] for view in verdict["views"] if self._remote(view)), ""
+            )
+            places = {rank: f"{view['host']} (pid {view['pid']})" for rank, view in self.alive.items()}
+            self.store.set("join/closed", json.dumps(places))
+        self.store.set(f"join/{self.token}/verdict", json.dumps(verdict))
+
+    def _remote(self, view: dict) -> bool:
+        """Did this rank reach the master from outside, so that its word for the master's address counts?"""
+        return bool(view["addresses"]["master"]) and _node(view) != _node(self.join.view)
+
+    def linger(self, verdict: dict) -> None:
+        """Keep the store until everyone has heard; after a refusal also a while for those still to come."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < deadline:
+            everyone = self.heard_by >= self.worker.world_size or not verdict["problem"]
+            if everyone and self.store.add(f"join/{self.token}/heard", 0) >= self.heard_by:
+                return
+            self.advance()
+            time.sleep(POLL_SECONDS)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0 to 2, 5'."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _leave(worker: Worker, store: dist.Store) -> None:
+    """Rank 0, whose process may hold the store, goes last."""
+    store.add("left", 1)
+    deadline = time.monotonic() + 10.0
+    while worker.is_main and store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""Images that live in memory as two tensors, fetched a batch at a time.
+
+MNIST is 47 MB: decoding, normalising and collating it image by image, as a stock DataLoader does, takes longer
+than training on it. Here a batch is one indexing operation.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from common.errors import RunError, UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images (batch, 1, side, side), normalised, and labels (batch,) of class numbers."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, piece: slice) -> "Batch":
+        return Batch(self.images[piece], self.labels[piece])
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+class ImageDataset(Dataset):
+    """A data set in memory. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets a `Batch` at a time from it."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: float, std: float, dtype: torch.dtype):
+        # Normalise in float64, then round once: the same numbers whatever the order of operations.
+        self.images = ((images.double() - mean) / std).to(dtype).unsqueeze(1)
+        self.labels = labels.long()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        return Batch(self.images[chosen], self.labels[chosen])
+
+    @property
+    def side(self) -> int:
+        return self.images.shape[-1]
+
+
+def as_is(batch: Batch) -> Batch:
+    """The DataLoader's collate function: `__getitems__` has made a batch already."""
+    return batch
+
+
+def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, ImageDataset, str]:
+    """(training set, test set, fingerprint of both).
+
+    Downloads what is not in `folder`, one process at a time. Raises UserError for damaged files and RunError
+    where the download fails.
+    """
+    parts = _digits() if name == "digits" else _from_torchvision(name, folder)
+    (train_images, train_labels), (test_images, test_labels) = parts
+    values = train_images.double()
+    mean, std = values.mean().item(), values.std().item()
+    train = ImageDataset(train_images, train_labels, mean, std, dtype)
+    test = ImageDataset(test_images, test_labels, mean, std, dtype)
+    return train, test, _fingerprint(train_images, train_labels, test_images, test_labels)
+
+
+def _digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, every fifth one held out. Needs no download."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
+    held_out = torch.arange(len(labels)) % 5 == 4
+    return [(images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])]
+
+
+def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    from filelock import FileLock, Timeout
+    from torchvision import datasets
+
+    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[name]
+    try:
+        return _read(kind, folder)
+    except FileNotFoundError:
+        pass
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("not writable")
+        # Another run, or another node on a shared disk, may be downloading the same files at this moment.
+        with FileLock(folder / f".{name}.lock", timeout=3600):
+            kind(folder, train=True, download=True)  # torchvision checks the MD5 sums and shows a progress bar
+    except Timeout:
+        raise RunError(f"{folder}/.{name}.lock: another process has been downloading for an hour: end it") from None
+    except OSError as error:
+        raise UserError(
+            f"--data-dir {folder}: {name} is not there, and that folder cannot be written: {error}"
+        ) from None
+    except RuntimeError as error:
+        raise RunError(
+            f"--data-dir {folder}: {name} is not there and could not be downloaded ({_first_line(error)}): put its files in "
+            f"{folder / kind.__name__ / 'raw'}, or use --dataset digits, which needs no download"
+        ) from None
+    return _read(kind, folder)
+
+
+def _read(kind: type, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Training and test part from IDX files. FileNotFoundError where there are none, UserError for damaged ones."""
+    raw = folder / kind.__name__ / "raw"
+    parts = []
+    for prefix, count in (("train", 60_000), ("t10k", 10_000)):
+        images = _read_idx(raw / f"{prefix}-images-idx3-ubyte", (count, 28, 28))
+        labels = _read_idx(raw / f"{prefix}-labels-idx1-ubyte", (count,))
+        parts.append((images, labels))
+    return parts
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
+    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+
+    expected = 4 + 4 * len(shape) + torch.Size(shape).numel()
+    size = path.stat().st_size
+    if size != expected:
+        raise UserError(f"{path} is damaged: {size:,} bytes, not {expected:,}: delete it and start again")
+    try:
+        values = read_sn3_pascalvincent_tensor(str(path))
+    except (AssertionError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{path} is damaged ({error or 'wrong header'}): delete it and start again") from None
+    if values.shape != shape:
+        raise UserError(
+            f"{path} is damaged: its shape is {tuple(values.shape)}, not {shape}: delete it and start again"
+        )
+    if len(shape) == 1 and values.max() > 9:
+        raise UserError(f"{path} is damaged: it holds the label {values.max()}, not 0 to 9: delete it and start again")
+    return values
+
+
+def _fingerprint(*tensors: torch.Tensor) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

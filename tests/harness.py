@@ -1,0 +1,231 @@
+"""How tests start trainers: as real commands, or as real worker processes without the seconds of an import.
+
+`run` starts a command as a person would. `play` starts the same workers that the command would start, forked
+from one server process that has imported torch and the trainers once: real processes, sockets and files, ten of
+them in a second.
+"""
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.layout import free_port, layout_from
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+MNIST = ROOT / "mnist_ddp" / "mnist-distributed.py"
+TIMEOUT_SECONDS = 120
+
+
+@dataclass
+class Result:
+    """What a command or a played node has said, and how it ended."""
+
+    code: int
+    output: str  # standard output and standard error together
+    seconds: float
+
+
+def run(*command: object, timeout: float = TIMEOUT_SECONDS, cwd: Path | None = None, **environ: str) -> Result:
+    """Run one command to its end; `environ` adds variables, and None as a value takes one away."""
+    return start(*command, cwd=cwd, **environ).result(timeout)
+
+
+class start:
+    """A command under way: `result()` waits for it, `process` is its Popen."""
+
+    def __init__(self, *command: object, cwd: Path | None = None, **environ: str):
+        command = [sys.executable if part == "python" else str(part) for part in command]
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, **environ}
+        variables = {name: value for name, value in variables.items() if value is not None}
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env=variables
+        )
+
+    def result(self, timeout: float = TIMEOUT_SECONDS) -> Result:
+        try:
+            output, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            output, _ = self.process.communicate()
+            raise AssertionError(f"{self.process.args} did not end within {timeout} s:\n{output}") from None
+        return Result(self.process.returncode, output, time.monotonic() - self.began)
+
+
+# --- workers without the import ----------------------------------------------------------------------------------
+
+_context = multiprocessing.get_context(
+    "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+)
+_context.set_forkserver_preload(["tests.preload"])
+
+
+def load_trainer(path: Path):
+    """A trainer's file as a module, as `launch` loads it in a worker."""
+    name = f"trainer_{path.stem.replace('-', '_')}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _be(trainer: Path, node_flags: list[str], index: int, environ: dict[str, str], log: str) -> None:
+    """One worker: what `launch._enter` does, with its output in a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.update(environ)
+    import torch
+
+    torch.set_num_threads(1)
+    from common import launch
+
+    module = load_trainer(trainer)
+    args = module.flags().parse_args(node_flags)
+    layout = layout_from(args, os.environ)
+    launch._be_worker(module.train, layout.workers()[index], args)
+
+
+@dataclass
+class Node:
+    """Flags of one node, and what its environment adds."""
+
+    flags: list[object]
+    environ: dict[str, str] | None = None
+
+
+class playing:
+    """Nodes under way: every worker is a process in `workers`, in the order of the nodes; `results()` waits."""
+
+    def __init__(self, trainer: Path, nodes: list[Node], folder: Path):
+        self.began = time.monotonic()
+        self.logs, self.workers, self.node_of = [], [], []
+        for number, node in enumerate(nodes):
+            flags = [str(flag) for flag in node.flags]
+            environ = {"OMP_NUM_THREADS": "1", **(node.environ or {})}
+            args = load_trainer_flags(trainer).parse_args(flags)
+            count = len(layout_from(args, {**os.environ, **environ}).workers())
+            log = folder / f"node-{number}-{len(list(folder.glob('node-*')))}.log"
+            log.touch()
+            self.logs.append(log)
+            for index in range(count):
+                process = _context.Process(target=_be, args=(trainer, flags, index, environ, str(log)))
+                process.start()
+                self.workers.append(process)
+                self.node_of.append(number)
+
+    def results(self, timeout: float = TIMEOUT_SECONDS) -> list[Result]:
+        """One Result a node; its code is the largest of its workers' (signals as negative numbers count as 1)."""
+        deadline = time.monotonic() + timeout
+        for worker in self.workers:
+            worker.join(max(0.1, deadline - time.monotonic()))
+        late = [worker for worker in self.workers if worker.is_alive()]
+        for worker in late:
+            worker.kill()
+            worker.join()
+        outputs = [log.read_text() for log in self.logs]
+        assert not late, f"{len(late)} workers did not end within {timeout} s:\n" + "\n".join(outputs)
+        codes = [[] for _ in self.logs]
+        for worker, number in zip(self.workers, self.node_of, strict=True):
+            codes[number].append(1 if worker.exitcode < 0 else worker.exitcode)
+        seconds = time.monotonic() - self.began
+        return [Result(max(code), output, seconds) for code, output in zip(codes, outputs, strict=True)]
+
+
+def load_trainer_flags(trainer: Path):
+    """A trainer's parser without importing torch here: its file up to its guard."""
+    source = trainer.read_text().split('\nif __name__ == "__main__":')[0]
+    namespace = {"__name__": "flags", "__file__": str(trainer)}
+    exec(compile(source, str(trainer), "exec"), namespace)
+    return namespace["flags"]()
+
+
+def play(
+    trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object, timeout: float = TIMEOUT_SECONDS
+) -> list[Result]:
+    """Train on the layout `gpus`, such as (3, 1), all nodes on this machine, with its files in `folder`.
+
+    Fails with the output when a node ends with another code than 0.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results = playing(trainer, nodes_of(gpus, folder, *flags), folder).results(timeout)
+    for result in results:
+        assert result.code == 0, result.output
+    return results
+
+
+def nodes_of(gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Node]:
+    """The command of each node of the layout `gpus` on loopback, on a free port."""
+    layout = ["-n", len(gpus), "-g", ",".join(map(str, gpus)), "--device", "cpu", "--master-port", free_port()]
+    return [
+        Node([*layout, "-i", number, "--master-addr", "127.0.0.1", "--out-dir", folder, *flags])
+        for number in range(len(gpus))
+    ]
+
+
+def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Result]:
+    """Train as torchrun would start it: one process a rank with torchrun's variables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, nodes = str(free_port()), []
+    for number, size in enumerate(gpus):
+        for local_rank in range(size):
+            environ = {
+                "RANK": str(sum(gpus[:number]) + local_rank),
+                "WORLD_SIZE": str(sum(gpus)),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                "GROUP_RANK": str(number),
+                "GROUP_WORLD_SIZE": str(len(gpus)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            nodes.append(Node(["--device", "cpu", "--out-dir", folder, *flags], environ))
+    results = playing(trainer, nodes, folder).results()
+    for result in results:
+        assert result.code == 0, result.output
+    return results
+
+
+# --- what a run has left -----------------------------------------------------------------------------------------
+
+
+def rows(folder: Path, kind: str) -> list[dict]:
+    """The rows of one kind in a run's metrics.jsonl."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def losses(folder: Path) -> list[float]:
+    """The training loss of every step; the steps are checked to be 1, 2, 3, ..."""
+    train = rows(folder, "train")
+    assert [row["step"] for row in train] == list(range(1, len(train) + 1))
+    return [row["loss"] for row in train]
+
+
+def weights(folder: Path):
+    """The weights of a run's latest checkpoint, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "checkpoints" / "latest" / "model.safetensors")
+
+
+def largest_difference(first: dict, second: dict) -> float:
+    """The largest absolute difference between two sets of weights."""
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()
