@@ -102,7 +102,7 @@ def check_training(args: argparse.Namespace, layout: Layout) -> None:
         )
     if args.shares and len(args.shares) != layout.world_size:
         raise UserError(
-            f"--shares has {len(args.shares)} weights, but the job has {layout.world_size} ranks: give one for each rank"
+            f"--shares has {len(args.shares)} weights, but the job has {layout.world_size} ranks: give each rank one"
         )
 
 

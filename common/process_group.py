@@ -16,8 +16,11 @@ and `init_process_group` runs under a prefix of that token, so that it never mee
 
 import json
 import os
+import re
 import secrets
+import shlex
 import socket
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -164,8 +167,8 @@ def _device(worker: Worker) -> torch.device:
     present = torch.cuda.device_count()
     if worker.device_index >= present:
         raise UserError(
-            f"rank {worker.rank} needs GPU {worker.device_index}, but CUDA sees {present} here although the driver lists "
-            f"{worker.layout.devices}: has one fallen off the bus? See `nvidia-smi`, or lower -g"
+            f"rank {worker.rank} needs GPU {worker.device_index}, but CUDA sees {present} here although the "
+            f"driver lists {worker.layout.devices}: has one fallen off the bus? See `nvidia-smi`, or lower -g"
         )
     device = torch.device("cuda", worker.device_index)
     torch.cuda.set_device(device)
@@ -231,9 +234,24 @@ def _serve_store(worker: Worker, host: str, port: int, args: Namespace) -> tuple
             f"--master-port {port} on {socket.gethostname()} is held by {_holder(port)}: "
             "choose another port on every node, or end that program"
         ) from None
-    loopback = worker.layout.nodes == 1
     own = network.own_address(args.interface) if host in ("0.0.0.0", "::") else network.resolve(host)[0]
-    return store, {"own": "127.0.0.1" if loopback and not args.interface else own, "master": ""}
+    if worker.layout.gpus_per_node and worker.layout.nodes > 1:
+        address = own if host in ("0.0.0.0", "::") else host
+        for node in range(1, worker.layout.nodes):
+            say(worker, f"on node {node} run: {_command_for(node, address, port)}")
+    alone = worker.layout.nodes == 1 and not args.interface
+    return store, {"own": "127.0.0.1" if alone else own, "master": ""}
+
+
+def _command_for(node: int, address: str, port: int) -> str:
+    """The command line of this process as another node must type it."""
+    ours = ("-i", "--node-rank", "--master-addr", "--master-port", "--interface", "--out-dir")
+    kept, skip = [], False
+    for part in sys.argv[1:]:
+        if not skip and part.partition("=")[0] not in ours and not re.fullmatch(r"-i\d+", part):
+            kept.append(part)
+        skip = part in ours
+    return shlex.join([sys.argv[0], *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
 
 
 def _holder(port: int) -> str:
@@ -330,7 +348,8 @@ def _difference(first: dict, other: dict, sections: tuple[str, ...]) -> str | No
         for name in first[section] | other[section]:
             mine, theirs = (view[section].get(name, "not given") for view in (first, other))
             if mine != theirs:
-                return f"{_place(other)} has {name} {theirs}, but {_place(first)} has {mine}: make them the same on every node"
+                places = f"{_place(other)} has {name} {theirs}, but {_place(first)} has {mine}"
+                return f"{places}: make them the same on every node"
     return None
 
 
@@ -389,7 +408,8 @@ class _Join:
             raise UserError(
                 f"rank {self.worker.rank} of {_place(self.view)} comes to a run that is complete: "
                 + (f"the rank is held by {holder}" if holder else f"it has ranks 0 to {len(places) - 1}")
-                + f". Another run of ours holds {self.worker.layout.init_method}: choose another --master-port on every node",
+                + f". Another run of ours holds {self.worker.layout.init_method}: "
+                "choose another --master-port on every node",
                 same_on_every_rank=True,
             )
 
@@ -397,7 +417,8 @@ class _Join:
         now = time.monotonic()
         missing = presiding.missing() if presiding else "rank 0"
         if now - self.began > self.args.join_timeout + (0 if presiding else LINGER_SECONDS):
-            problem = f"{missing} did not come within {self.args.join_timeout:.0f} s (--join-timeout): start it, or look at its log"
+            limit = f"{self.args.join_timeout:.0f} s (--join-timeout)"
+            problem = f"{missing} did not come within {limit}: start it, or look at its log"
             if presiding:
                 presiding.decide(problem, missing=True)
             else:

@@ -6,6 +6,7 @@ the launcher uses `say` before torch is there.
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import socket
@@ -147,7 +148,7 @@ class Report:
             hosts.setdefault((view["node_rank"], view["host"]), []).append(view)
         nodes = "; ".join(f"{host}: {_count(views)}" for (_, host), views in hosts.items())
         lines = {
-            "layout": f"{layout.world_size} processes on {len(hosts)} node{'s' * (len(hosts) > 1)} (from {layout.source})",
+            "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
             "devices": nodes,
             "backend": f"{self.group.backend}, {self.args.precision}",
             "batch": f"{self.plan.global_batch} {self.unit} a step over all ranks, shares {_runs(self.plan.shares)}, "
@@ -195,10 +196,18 @@ class Report:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def step(self, step: int, loss_sum: "torch.Tensor", lr: float, grad_norm: "torch.Tensor") -> None:
-        """Note optimizer step `step` (counted from 1): this rank's summed loss and the gradient's norm. Collective."""
+    def step(
+        self, step: int, loss_sum: "torch.Tensor", lr: float, grad_norm: "torch.Tensor", count: float | None = None
+    ) -> None:
+        """Note optimizer step `step`, counted from 1. Collective.
+
+        `loss_sum` is this rank's summed loss, `grad_norm` the gradient's norm. The loss that is written is the sum over
+        all ranks divided by `count`: the samples of the global batch where it is left out.
+        """
         self.timer.end_step()
-        self.pending.append({"step": step, "loss_sum": loss_sum, "lr": lr, "grad_norm": grad_norm})
+        count = count or self.plan.global_count(step - 1)
+        row = {"step": step, "loss_sum": loss_sum, "count": count, "lr": lr, "grad_norm": grad_norm}
+        self.pending.append(row)
         if len(self.pending) >= self.flush_at:
             self.flush()
 
@@ -209,47 +218,43 @@ class Report:
         """
         if not self.pending:
             return
+        pending, self.pending = self.pending, []
+        loss_sums, compute, exchange = self._gather([row["loss_sum"] for row in pending])
+        now = time.perf_counter()
+        seconds, self.flushed = now - self.flushed, now
+        samples = sum(self.plan.global_count(row["step"] - 1) for row in pending)
+        self.samples += samples
+        self._count_time(compute, exchange, pending[-1]["step"])
+        # The next gathering comes after about a second; every rank computes this from the same gathered numbers.
+        step_ms = float((compute + exchange).sum(dim=1).max()) / len(pending)
+        self.flush_at = max(1, min(MOST_STEPS_UNREPORTED, int(REFRESH_SECONDS * 1e3 / max(step_ms, 1e-3))))
+        for row, loss_sum in zip(pending, loss_sums.sum(dim=0).tolist(), strict=True):
+            loss, grad_norm = loss_sum / row["count"], float(row["grad_norm"])
+            self._require_finite(row["step"], loss, grad_norm)
+            self.last_step, self.last_loss = row["step"], loss
+            if row["step"] % self.args.log_every == 0:
+                rate = samples / seconds
+                self._write("train", row["step"], loss=loss, lr=row["lr"], grad_norm=grad_norm, samples_per_second=rate)
+        self._show_progress(samples / seconds)
+
+    def _gather(self, loss_sums: list["torch.Tensor"]) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+        """(loss sums, compute ms, exchange ms) of all ranks for the pending steps, each (ranks, steps) on the CPU."""
         import torch
         import torch.distributed as dist
 
-        pending, self.pending = self.pending, []
         compute, exchange = self.timer.take()
-        losses = torch.stack([row["loss_sum"].detach().double() for row in pending])
-        times = torch.tensor([compute, exchange], dtype=torch.float64, device=losses.device)
-        mine = torch.cat([losses[None], times])  # (3, steps)
-        gathered = [torch.empty_like(mine) for _ in range(self.worker.world_size)]
-        dist.all_gather(gathered, mine)
-        numbers = torch.stack(gathered).cpu()  # (ranks, 3, steps)
-        norms = torch.stack([row["grad_norm"].detach().double() for row in pending]).tolist()
-        now = time.perf_counter()
-        seconds, self.flushed = now - self.flushed, now
-        counts = [self.plan.global_count(row["step"] - 1) for row in pending]
-        losses = (numbers[:, 0].sum(dim=0) / torch.tensor(counts)).tolist()
-        self._check_finite(pending, losses, norms)
-        self._count_time(numbers[:, 1], numbers[:, 2], pending[-1]["step"])
-        self.samples += sum(counts)
-        self.last_step, self.last_loss = pending[-1]["step"], losses[-1]
-        # The next gathering comes after about a second. All ranks compute it from the same gathered numbers.
-        step_ms = float((numbers[:, 1] + numbers[:, 2]).sum(dim=1).max()) / len(pending)
-        self.flush_at = max(1, min(MOST_STEPS_UNREPORTED, int(REFRESH_SECONDS * 1e3 / max(step_ms, 1e-3))))
-        if self.worker.is_main:
-            rate = sum(counts) / seconds
-            for row, loss, norm in zip(pending, losses, norms, strict=True):
-                if row["step"] % self.args.log_every == 0:
-                    self._write("train", row["step"], loss=loss, lr=row["lr"], grad_norm=norm, samples_per_second=rate)
-            self._show_progress(rate)
+        sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
+        mine = torch.stack([sums, sums.new_tensor(compute), sums.new_tensor(exchange)])
+        everyone = [torch.empty_like(mine) for _ in range(self.worker.world_size)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).cpu().unbind(dim=1)
 
-    def _check_finite(self, pending: list[dict], losses: list[float], norms: list[float]) -> None:
-        scaled = self.args.precision == "fp16"  # there the scaler skips steps whose gradients overflow
-        for row, loss, norm in zip(pending, losses, norms, strict=True):
-            wrong = "loss" if not abs(loss) < float("inf") else "gradient"
-            if wrong == "gradient" and (scaled or abs(norm) < float("inf")):
-                continue
-            raise RunError(
-                f"the {wrong} of step {row['step']} is {loss if wrong == 'loss' else norm}: lower --lr, set --clip-norm, "
-                "or look at the data around that step; the checkpoints before it are whole",
-                same_on_every_rank=True,
-            )
+    def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.args.precision == "fp16"):
+            return  # under fp16 the scaler skips steps whose gradients overflow, and lowers its scale
+        what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
+        mend = "lower --lr, set --clip-norm, or look at the data around that step"
+        raise RunError(f"the {what}: {mend}; the checkpoints before it are whole", same_on_every_rank=True)
 
     def _count_time(self, compute: "torch.Tensor", exchange: "torch.Tensor", last_step: int) -> None:
         """Split the exchange: a rank waits until the slowest has its gradients ready; the rest is the transfer."""
@@ -258,14 +263,15 @@ class Report:
         self.sums_ms["compute"] += float(compute.mean(dim=0).sum())
         self.sums_ms["waiting"] += float(waiting.mean(dim=0).sum())
         self.sums_ms["communication"] += float(communication.mean(dim=0).sum())
-        if self.worker.is_main:
-            means = {
-                f"{name}_ms": [round(value, 3) for value in part.mean(dim=1).tolist()]
-                for name, part in (("compute", compute), ("communication", communication), ("wait", waiting))
-            }
-            self._write("ranks", last_step, shares=self.plan.shares, **means)
+        means = {
+            f"{name}_ms": [round(value, 3) for value in part.mean(dim=1).tolist()]
+            for name, part in (("compute", compute), ("communication", communication), ("wait", waiting))
+        }
+        self._write("ranks", last_step, shares=self.plan.shares, **means)
 
     def _show_progress(self, rate: float) -> None:
+        if not self.worker.is_main:
+            return
         text = f"loss {self.last_loss:.4f}, {rate:,.0f} {self.unit}/s"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
@@ -296,9 +302,8 @@ class Report:
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
+        self._write("eval", step, training_seconds=round(self.training_seconds, 3), **numbers)
         if self.worker.is_main:
-            if self.metrics is not None:
-                self._write("eval", step, training_seconds=round(self.training_seconds, 3), **numbers)
             shown = ", ".join(f"{name} {_show(name, value)}" for name, value in numbers.items())
             self.line(f"step {step}: {shown}")
 
@@ -348,6 +353,8 @@ class Report:
 
     def _write(self, kind: str, step: int, **numbers: Any) -> None:
         """One row in one write, so that a reader or a crash never meets half a line. `epoch` is that of the step."""
+        if self.metrics is None:  # not rank 0, or no files at all
+            return
         row = {"kind": kind, "step": step, "epoch": (step - 1) // self.plan.steps_per_epoch, **numbers}
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
@@ -426,6 +433,10 @@ def _runs(values: tuple[int, ...]) -> str:
         else:
             parts.append([value, 1])
     return ", ".join(f"{value} x{times}" if times > 1 else str(value) for value, times in parts)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{('es' if noun.endswith('s') else 's') * (number != 1)}"
 
 
 def _count(views: list[dict]) -> str:

@@ -107,8 +107,8 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
         ) from None
     except RuntimeError as error:
         raise RunError(
-            f"--data-dir {folder}: {name} is not there and could not be downloaded ({_first_line(error)}): put its files in "
-            f"{folder / kind.__name__ / 'raw'}, or use --dataset digits, which needs no download"
+            f"--data-dir {folder}: {name} is not there and could not be downloaded ({_first_line(error)}): "
+            f"put its files in {folder / kind.__name__ / 'raw'}, or use --dataset digits, which needs no download"
         ) from None
     return _read(kind, folder)
 
