@@ -1,0 +1,184 @@
+"""Real hosts, Slurm, ssh and MPI for the tests in this folder, taken down whatever happens.
+
+Everything lives under one folder and two network namespaces, so a lock keeps a second run out, and what a
+killed run has left is swept away before a new one begins.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, Result, start
+
+HERE = Path(__file__).resolve().parent
+STATE = Path(os.environ.get("UNEVEN_CLUSTER_DIR", "/tmp/uneven-cluster"))
+LOCK = Path("/tmp/uneven-cluster.lock")
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, _interrupt)  # a terminated run takes its hosts down, as an interrupted one does
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+class Hosts:
+    """Two hosts, nodea (10.77.0.1) and nodeb (10.77.0.2), and the link between them."""
+
+    addresses = {"nodea": "10.77.0.1", "nodeb": "10.77.0.2"}  # noqa: RUF012
+    interfaces = {"nodea": "uneven-va", "nodeb": "uneven-vb"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.services: set[int] = set()  # processes that stay from test to test: slurmd, sshd
+
+    def on(self, host: str, *command: object, **environ: str | None) -> start:
+        """Start a command on a host; `.result(timeout)` waits for it. "python" is the checkout's own."""
+        command = [PYTHON if part == "python" else part for part in command]
+        return start(HERE / "hosts.sh", "on", host, *command, **{**QUIET, **environ})
+
+    def run(self, host: str, *command: object, timeout: float = 120, **environ: str | None) -> Result:
+        """Run a command on a host to its end."""
+        return self.on(host, *command, **environ).result(timeout)
+
+    def together(self, *started: start, timeout: float = 120) -> list[Result]:
+        """The results of commands under way, in order. All of their output is read as it comes."""
+        results: list[Result | BaseException | None] = [None] * len(started)
+
+        def wait(index: int) -> None:
+            try:
+                results[index] = started[index].result(timeout)
+            except BaseException as error:
+                results[index] = error
+
+        threads = [threading.Thread(target=wait, args=(index,)) for index in range(len(started))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+    def cut(self) -> None:
+        """Take the link between the hosts down."""
+        script("hosts.sh", "cut")
+
+    def mend(self) -> None:
+        """Bring the link back."""
+        script("hosts.sh", "mend")
+
+    def rate(self, rate: str) -> None:
+        """Limit the link both ways, such as "100mbit"; "off" lifts the limit."""
+        script("hosts.sh", "rate", rate)
+
+    def processes(self) -> set[int]:
+        """The processes that run on the hosts now, services apart."""
+        found: set[int] = set()
+        for space in ("uneven-a", "uneven-b"):
+            done = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+            found |= {int(pid) for pid in done.stdout.split()}
+        return found - self.services
+
+
+# What commands on the hosts find in their environment: one thread each, nothing of this machine's proxies.
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(STATE / "tmp")}
+
+
+def script(name: str, *arguments: str, timeout: float = 60) -> str:
+    """Run one of the shell scripts of this folder; its output, or an error that holds it."""
+    done = subprocess.run([HERE / name, *arguments], capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def needs(*programs: str) -> None:
+    """Skip the test, saying why, where a program could not be installed."""
+    if missing := [name for name in programs if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
+        pytest.skip(f"{', '.join(missing)} is not installed: tests/cluster/run.sh says why")
+
+
+def sweep() -> None:
+    """Take down whatever a run has made, also one that was killed."""
+    for name in ("slurm.sh", "sshd.sh"):
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            script(name, "stop")
+    with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+        script("hosts.sh", "down")
+    shutil.rmtree(STATE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def locked():
+    """This run has the hosts for itself. run.sh holds the lock already for the run that it starts."""
+    with LOCK.open("w") as file:
+        if "UNEVEN_CLUSTER_LOCKED" not in os.environ:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def hosts(locked):
+    """The two hosts, up for the whole run."""
+    needs("ip", "nsenter", "unshare")
+    sweep()
+    try:
+        (STATE / "tmp").mkdir(parents=True)
+        script("hosts.sh", "up")
+        yield Hosts()
+    finally:
+        sweep()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest):
+    """Every test leaves the link whole and no process on the hosts."""
+    yield
+    if "hosts" not in request.fixturenames:
+        return
+    hosts = request.getfixturevalue("hosts")
+    hosts.mend()
+    hosts.rate("off")
+    deadline = time.monotonic() + 5.0
+    while (left := hosts.processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in left]
+    named = [path.read_bytes().replace(b"\0", b" ").decode(errors="replace") for path in commands if path.exists()]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not named, f"processes left on the hosts: {named}"
+
+
+@pytest.fixture(scope="session")
+def slurm(hosts: Hosts):
+    """A running Slurm: `slurm("srun", "-N2", ...)` starts one of its commands on nodea."""
+    needs("slurmctld", "slurmd", "srun", "munged")
+    script("slurm.sh", "start")
+    hosts.services |= hosts.processes()
+
+    def slurm_command(*command: object, **environ: str) -> start:
+        return hosts.on("nodea", *command, SLURM_CONF=str(STATE / "slurm" / "slurm.conf"), **environ)
+
+    yield slurm_command
+    script("slurm.sh", "stop")
+
+
+@pytest.fixture(scope="session")
+def ssh_config(hosts: Hosts) -> Path:
+    """ssh between the hosts works with this client configuration."""
+    needs("sshd", "ssh")
+    script("sshd.sh", "start")
+    hosts.services |= hosts.processes()
+    yield Path(script("sshd.sh", "config"))
+    script("sshd.sh", "stop")
