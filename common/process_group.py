@@ -137,29 +137,52 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
 
     Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout.
     """
-    device = _device(worker)
-    backend = _backend(worker, args)
+    device = choose_device(worker)
+    backend = choose_backend(worker, args)
+    joined = join(worker, args, device, backend)
+    connect(worker, args, device, backend, joined)
+    yield Group(worker, device, backend, joined.views, joined.store, args.work_timeout)
+    _leave(worker, joined.store)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the handshake gives: every rank's view, a store of this run alone, and the way to the other ranks."""
+
+    store: dist.Store
+    views: list[dict]  # by rank
+    own_address: str  # under which the other nodes reach this one
+
+
+def join(worker: Worker, args: Namespace, device: torch.device, backend: str) -> Joined:
+    """The handshake, without a connection between the ranks yet. Every rank must call this.
+
+    Raises UserError or RunError on every rank as `process_group` does.
+    """
     store, addresses = _open_store(worker, args)
     view = _view(worker, args, device, backend, addresses)
     verdict = _Join(worker, args, store, view).run()
-    _name_interface(worker, args, addresses, verdict)
-    store = dist.PrefixStore(f"job/{verdict['token']}", store)
+    own = _own_address(args, addresses, verdict)
+    _name_interface(args, own)
+    return Joined(dist.PrefixStore(f"job/{verdict['token']}", store), verdict["views"], own)
+
+
+def connect(worker: Worker, args: Namespace, device: torch.device, backend: str, joined: Joined) -> None:
+    """Connect the ranks after `join`. Every rank must call this."""
     dist.init_process_group(
         backend,
-        store=store,
+        store=joined.store,
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=args.timeout),
         device_id=device if backend == "nccl" else None,
     )
-    yield Group(worker, device, backend, verdict["views"], store, args.work_timeout)
-    _leave(worker, store)
 
 
 # --- device and backend -----------------------------------------------------------------------------------------
 
 
-def _device(worker: Worker) -> torch.device:
+def choose_device(worker: Worker) -> torch.device:
     if worker.device_type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, _usable_cores() // worker.local_world_size))
@@ -179,7 +202,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _backend(worker: Worker, args: Namespace) -> str:
+def choose_backend(worker: Worker, args: Namespace) -> str:
     on_gpus = worker.device_type == "cuda"
     shared = on_gpus and worker.local_world_size > worker.layout.devices
     if args.backend == "auto":
@@ -287,16 +310,19 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
         time.sleep(0.2)
 
 
-def _name_interface(worker: Worker, args: Namespace, addresses: dict[str, str], verdict: dict) -> None:
+def _own_address(args: Namespace, addresses: dict[str, str], verdict: dict) -> str:
+    """Where the other ranks reach this node. The master's own workers take what the other nodes have reached."""
+    if not args.interface and network.is_local(verdict["master"] or "localhost"):
+        return verdict["master"] or addresses["own"]
+    return addresses["own"]
+
+
+def _name_interface(args: Namespace, own_address: str) -> None:
     """Tell gloo and NCCL the interface that reaches the other ranks, where the user named none.
 
-    gloo would resolve this machine's host name instead, and that is often 127.0.1.1 or nothing at all. The master's
-    own workers take the interface under which the other nodes have reached it.
+    gloo would resolve this machine's host name instead, and that is often 127.0.1.1 or nothing at all.
     """
-    own = addresses["own"]
-    if not args.interface and network.is_local(verdict["master"] or "localhost"):
-        own = verdict["master"] or own
-    interface = args.interface or network.interface_of(own)
+    interface = args.interface or network.interface_of(own_address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
