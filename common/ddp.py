@@ -30,6 +30,19 @@ def wrap(model: torch.nn.Module, device: torch.device) -> DistributedDataParalle
     return wrapped
 
 
+def settle_buckets(model: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Let DDP settle the order of its gradient buckets before the first step. Every rank must call this.
+
+    DDP packs gradients into buckets and repacks them after the first backward, in the order in which gradients
+    became ready. The all-reduce adds up the ranks in an order that depends on the place in the bucket, so the
+    first step after a resume would differ in the last bit from the same step of a run that was not interrupted.
+    `loss` is anything computed by the model, of zero rows at best; its gradients are thrown away.
+    """
+    loss.backward()
+    model.zero_grad()
+    model.timer.current.clear()
+
+
 @contextmanager
 def reduce_gradients_if(is_last: bool, model: DistributedDataParallel) -> Iterator[None]:
     """Around forward *and* backward of a micro-batch: gradients are exchanged in the last one's backward only.

@@ -36,9 +36,9 @@ class Batch:
 class ImageDataset(Dataset):
     """A data set in memory. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets a `Batch` at a time from it."""
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: float, std: float, dtype: torch.dtype):
-        # Normalise in float64, then round once: the same numbers whatever the order of operations.
-        self.images = ((images.double() - mean) / std).to(dtype).unsqueeze(1)
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor):
+        """`images` uint8 (samples, side, side); `normal` (256,) holds the normalised value of each grey level."""
+        self.images = normal[images.int()].unsqueeze(1)
         self.labels = labels.long()
 
     def __len__(self) -> int:
@@ -66,11 +66,18 @@ def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, Ima
     """
     parts = _digits() if name == "digits" else _from_torchvision(name, folder)
     (train_images, train_labels), (test_images, test_labels) = parts
-    values = train_images.double()
-    mean, std = values.mean().item(), values.std().item()
-    train = ImageDataset(train_images, train_labels, mean, std, dtype)
-    test = ImageDataset(test_images, test_labels, mean, std, dtype)
+    normal = _normalisation(train_images).to(dtype)
+    train = ImageDataset(train_images, train_labels, normal)
+    test = ImageDataset(test_images, test_labels, normal)
     return train, test, _fingerprint(train_images, train_labels, test_images, test_labels)
+
+
+def _normalisation(images: torch.Tensor) -> torch.Tensor:
+    """For each grey level, its value once the images have mean 0 and standard deviation 1: float64 (256,)."""
+    levels = torch.arange(256, dtype=torch.float64)
+    frequency = torch.bincount(images.flatten().int(), minlength=256) / images.numel()
+    mean = (levels * frequency).sum()
+    return (levels - mean) / ((levels - mean) ** 2 * frequency).sum().sqrt()
 
 
 def _digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +85,7 @@ def _digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
+    images, labels = torch.from_numpy(digits.images).byte(), torch.from_numpy(digits.target)
     held_out = torch.arange(len(labels)) % 5 == 4
     return [(images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])]
 

@@ -6,7 +6,7 @@
     mnist-distributed.py -n 2 -g 8,2 -i 1 --master-addr NODE0      # on the node with 2
     torchrun --nproc-per-node 4 mnist-distributed.py               # any launcher
 
-The loss of every step and the accuracy, about 99.1 %, do not depend on which of these was typed.
+The loss of every step and the accuracy, about 99.2 %, do not depend on which of these was typed.
 """
 
 import sys
@@ -22,7 +22,8 @@ from common.layout import Worker
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
-    training = cli.add_training_flags(parser, epochs=4, lr=8e-3)
+    training = cli.add_training_flags(parser, epochs=3, lr=8e-3)
+    training.add_argument("--label-smoothing", type=cli.probability, default=0.05, help="in training")
     training.add_argument("--target-accuracy", type=cli.percent, metavar="P", help="stop at this test accuracy, in %%")
     data = parser.add_argument_group("data")
     names = ("mnist", "fashion-mnist", "kmnist", "digits")
@@ -84,6 +85,7 @@ def train(worker: Worker, args: Namespace) -> None:
         folder = report.open_folder(group, args, "mnist")
         step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(torch.compile(net) if args.compile else net, device)
+        ddp.settle_buckets(model, model(train_set.__getitems__([]).to(device).images).sum())
         progress = report.Report(group, args, plan, model.timer)
 
         if args.eval_only:
@@ -107,7 +109,10 @@ def train(worker: Worker, args: Namespace) -> None:
                 for micro, is_last in micro_batches(part.to(device), args.micro_batch):
                     with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
                         with precision.autocast():
-                            micro_loss = cross_entropy(model(micro.images), micro.labels, reduction="sum")
+                            logits = model(micro.images)
+                            micro_loss = cross_entropy(
+                                logits, micro.labels, reduction="sum", label_smoothing=args.label_smoothing
+                            )
                         # DDP averages over the ranks; a mean over the global batch needs sum / global_count.
                         precision.backward(micro_loss * worker.world_size / plan.global_count(step))
                     loss_sum += micro_loss.detach()

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class ConvNet(nn.Module):
-    """Two strided convolutions and two dense layers: 421,642 weights at 28 x 28.
+    """Two strided convolutions and two dense layers: 315,226 weights at 28 x 28.
 
     There is no BatchNorm: its statistics would depend on how many samples a rank holds, and the result must not
     know the layout. (GroupNorm and LayerNorm look at one sample at a time and are fine.)
@@ -13,16 +13,16 @@ class ConvNet(nn.Module):
 
     def __init__(self, side: int = 28, classes: int = 10):
         super().__init__()
-        quarter = -(-side // 4)  # two strides of 2, rounded up: 28 -> 14 -> 7
+        quarter = side // 4  # two strides of 2: 28 -> 14 -> 7
         self.features = nn.Sequential(
-            nn.Conv2d(1, 32, kernel_size=5, stride=2, padding=2),
+            nn.Conv2d(1, 16, kernel_size=5, stride=2, padding=2),
             nn.ReLU(),
-            nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
+            nn.Conv2d(16, 48, kernel_size=4, stride=2, padding=1),
             nn.ReLU(),
         )
         self.classifier = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(64 * quarter * quarter, 128),
+            nn.Linear(48 * quarter * quarter, 128),
             nn.ReLU(),
             nn.Linear(128, classes),
         )

@@ -1,0 +1,73 @@
+"""The arithmetic of the global batch."""
+
+import random
+
+import pytest
+
+from common.batching import BatchPlan, micro_batches, plan_batches, split
+
+
+@pytest.mark.parametrize("total, weights, parts", [
+    (10, (4, 4, 2), (4, 4, 2)),
+    (256, (1, 1, 1), (86, 85, 85)),
+    (3, (1, 1, 1, 1), (1, 1, 1, 0)),
+    (7, (8, 2), (6, 1)),
+    (5, (0, 1), (0, 5)),
+])  # fmt: skip
+def test_split_gives_what_is_left_to_the_largest_remainders(total, weights, parts):
+    assert split(total, weights) == parts
+
+
+def test_split_always_adds_up_and_is_never_off_by_a_whole_one():
+    dice = random.Random(0)
+    for _ in range(2000):
+        weights = [dice.choice([0, 1, dice.random(), dice.random() * 1e6]) for _ in range(dice.randint(1, 12))]
+        if sum(weights) == 0:
+            continue
+        total = dice.randint(0, 10_000)
+        parts = split(total, weights)
+        assert sum(parts) == total
+        assert all(abs(part - total * weight / sum(weights)) < 1 for part, weight in zip(parts, weights, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("samples, global_batch", [(1438, 110), (100, 100), (5, 64), (64, 3)])
+def test_an_epoch_holds_every_position_once_in_order(world_size, samples, global_batch):
+    plan = plan_batches(samples, global_batch, world_size)
+    positions = [
+        position
+        for step in range(plan.steps_per_epoch)
+        for rank in range(world_size)
+        for position in plan.part(step, rank)
+    ]
+    assert positions == list(range(samples))
+
+
+def test_the_global_count_of_the_tail_is_what_is_left():
+    plan = plan_batches(samples=25, global_batch=10, world_size=4)
+    assert [plan.global_count(step) for step in range(6)] == [10, 10, 5, 10, 10, 5]
+
+
+def test_shares_follow_weights_and_keep_the_global_batch():
+    plan = plan_batches(samples=1000, global_batch=100, world_size=3, weights=(3, 1, 1))
+    assert plan.shares == (60, 20, 20)
+    assert plan.global_batch == 100
+
+
+def test_a_tail_smaller_than_the_world_leaves_ranks_empty():
+    plan = BatchPlan(samples=12, shares=(3, 3, 2, 2))
+    assert [len(plan.part(1, rank)) for rank in range(4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("length, size, expected", [
+    (7, 3, [(3, False), (3, False), (1, True)]),
+    (6, 3, [(3, False), (3, True)]),
+    (4, None, [(4, True)]),
+    (2, 5, [(2, True)]),
+    (0, 3, [(0, True)]),
+    (0, None, [(0, True)]),
+])  # fmt: skip
+def test_micro_batches_cut_a_part_and_only_the_last_is_last(length, size, expected):
+    pieces = list(micro_batches(list(range(length)), size))
+    assert [(len(piece), is_last) for piece, is_last in pieces] == expected
+    assert [sample for piece, _ in pieces for sample in piece] == list(range(length))

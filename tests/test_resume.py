@@ -1,0 +1,105 @@
+"""Nothing is lost: a run killed in the middle of an epoch ends as if it had not been."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from common import checkpoint
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 3, "--global-batch", 110, "--save-every", 5)
+STEPS = 3 * 14
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    play(MNIST, (2, 1), folder, *FLAGS)
+    return folder
+
+
+def kill_in_the_middle(folder, gpus, after_step: int) -> None:
+    """Start a run and end all its processes with SIGKILL once a checkpoint of `after_step` or later is there."""
+    folder.mkdir(exist_ok=True)
+    run = playing(MNIST, nodes_of(gpus, folder, *FLAGS, "--resume"), folder)
+    deadline = time.monotonic() + 60
+    while not [path for path in folder.glob("checkpoints/step-*") if int(path.name[5:]) >= after_step]:
+        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
+        time.sleep(0.005)
+    for worker in run.workers:
+        worker.kill()
+    for worker in run.workers:
+        worker.join()
+    assert all(worker.exitcode == -signal.SIGKILL for worker in run.workers), "the run ended before it was killed"
+
+
+def test_resumed_on_another_layout_it_ends_with_the_same_weights(uninterrupted, tmp_path):
+    kill_in_the_middle(tmp_path, (3,), after_step=5)
+    play(MNIST, (1, 1), tmp_path, *FLAGS, "--resume")
+    assert largest_difference(weights(tmp_path), weights(uninterrupted)) < 1e-10
+    assert len(losses(tmp_path)) == STEPS
+    assert losses(tmp_path) == pytest.approx(losses(uninterrupted), abs=1e-12)
+
+
+def test_resumed_twice_on_the_same_layout_it_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
+    kill_in_the_middle(tmp_path, (2, 1), after_step=5)
+    kill_in_the_middle(tmp_path, (2, 1), after_step=20)
+    play(MNIST, (2, 1), tmp_path, *FLAGS, "--resume")
+    assert largest_difference(weights(tmp_path), weights(uninterrupted)) == 0.0
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert [row["step"] for row in rows(tmp_path, "eval")] == [14, 28, 42]
+
+
+def test_a_checkpoint_cut_in_half_is_named_and_passed_over(uninterrupted, tmp_path):
+    kill_in_the_middle(tmp_path, (1,), after_step=10)
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    state = newest / checkpoint.TRAINING_STATE
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    (node,) = play(MNIST, (1,), tmp_path, *FLAGS, "--resume")
+    assert f"{newest} is damaged (training_state.pt is not what was written): passing it over" in node.output
+    before = int(newest.name[5:]) - 4 if int(newest.name[5:]) % 5 else int(newest.name[5:]) - 5
+    assert re.search(rf"resuming from .*step-{before:08d}", node.output)
+    assert largest_difference(weights(tmp_path), weights(uninterrupted)) < 1e-10
+
+
+def test_a_run_without_checkpoints_starts_anew_under_resume_auto(tmp_path):
+    play(MNIST, (1,), tmp_path, *FLAGS, "--max-steps", 2, "--resume", "auto")
+    assert len(losses(tmp_path)) == 2
+
+
+def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
+    kept = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert kept == ["latest", "step-00000035", "step-00000040", "step-00000042"]
+
+
+def refusal(tmp_path, *flags) -> str:
+    (node,) = playing(MNIST, nodes_of((1,), tmp_path, *flags), tmp_path).results()
+    assert node.code == 2, node.output
+    assert "Traceback" not in node.output
+    return node.output
+
+
+@pytest.mark.parametrize("flags, message", [
+    (("--dataset", "digits", "--global-batch", 100), "written with global_batch 110, but this run has 100"),
+    (("--dataset", "digits", "--global-batch", 110, "--seed", 1), "written with seed 0, but this run has 1"),
+    (("--dataset", "digits", "--global-batch", 110, "--epochs", 4), "written with epochs 3, but this run has 4"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused(flags, message, uninterrupted, tmp_path):
+    output = refusal(tmp_path, "--epochs", 3, *flags, "--resume", uninterrupted)
+    assert message in output
+    assert "--resume" in output
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    assert "there is no such directory" in refusal(tmp_path, *FLAGS, "--resume", tmp_path / "nowhere")
+    assert "there is no checkpoint in it" in refusal(tmp_path, *FLAGS, "--resume", tmp_path)
+
+
+def test_eval_only_repeats_the_last_evaluation_and_writes_nothing(uninterrupted, tmp_path):
+    before = (uninterrupted / "metrics.jsonl").read_text()
+    (node,) = playing(MNIST, nodes_of((3,), uninterrupted, *FLAGS, "--resume", "--eval-only"), tmp_path).results()
+    assert node.code == 0, node.output
+    assert f"accuracy {rows(uninterrupted, 'eval')[-1]['accuracy']:.2%}, count 359" in node.output
+    assert (uninterrupted / "metrics.jsonl").read_text() == before

@@ -1,0 +1,53 @@
+"""The samplers: the order does not know the layout; evaluation repeats nothing."""
+
+import itertools
+
+import pytest
+
+from common.batching import plan_batches
+from common.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.seeding import derive_seed
+
+
+def steps(world_size: int, epoch: int = 0, seed: int = 0, first_step: int = 0) -> list[list[int]]:
+    """The global batch of each step, put together from all ranks."""
+    plan = plan_batches(samples=103, global_batch=16, world_size=world_size)
+    samplers = [UnevenDistributedSampler(plan, rank, seed) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch, first_step)
+    return [joined(parts) for parts in zip(*samplers, strict=True)]
+
+
+def joined(parts) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 20])
+def test_every_layout_sees_the_same_global_batches_in_the_same_order(world_size):
+    assert steps(world_size) == steps(1)
+
+
+def test_an_epoch_holds_every_sample_once():
+    assert sorted(joined(steps(3))) == list(range(103))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = [str(steps(1, epoch, seed)) for epoch in range(3) for seed in range(3)]
+    assert len(set(orders)) == 9
+
+
+def test_a_resumed_epoch_goes_on_where_it_stopped():
+    assert steps(3, epoch=4, first_step=5) == steps(2, epoch=4)[5:]
+
+
+@pytest.mark.parametrize("samples, world_size", [(10_000, 7), (10_000, 12), (3, 7), (0, 2)])
+def test_evaluation_shards_hold_every_sample_once(samples, world_size):
+    shards = [list(EvaluationSampler(samples, rank, world_size, batch=13)) for rank in range(world_size)]
+    assert joined(joined(shards)) == list(range(samples))
+
+
+def test_seeds_of_different_purposes_do_not_meet():
+    purposes = [("order", 1), ("order", 2), ("dropout", 1, 2), ("dropout", 12), ("dropout", 1, 3)]
+    seeds = [derive_seed(seed, *purpose) for seed in range(20) for purpose in purposes]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
