@@ -14,6 +14,7 @@ The protocol, on a store that may still hold the keys of a run that died (torchr
 and `init_process_group` runs under a prefix of that token, so that it never meets old keys either.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -21,10 +22,10 @@ import secrets
 import shlex
 import socket
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -39,6 +40,7 @@ from common.version import versions
 
 SAY_EVERY_SECONDS = 4.0
 POLL_SECONDS = 0.03
+ANSWER_SECONDS = 4.0  # in which a store that is one answers its first question
 LINGER_SECONDS = 4.0  # rank 0 stays so long after a refusal, for nodes that come late to hear it
 
 
@@ -54,7 +56,7 @@ class Group:
     work_timeout_seconds: float
     turns: dict[str, int] = field(default_factory=dict)
 
-    @contextmanager
+    @contextlib.contextmanager
     def others_wait(self, what: str) -> Iterator[None]:
         """Rank 0 runs the body at its leisure; the other ranks wait on the store until it is done, not in a
         collective that times out. Every rank must enter; guard the work with `if worker.is_main`.
@@ -69,7 +71,7 @@ class Group:
             self._wait_for(key, what)
             yield
 
-    @contextmanager
+    @contextlib.contextmanager
     def first_on_node(self, what: str) -> Iterator[None]:
         """The first worker of each node runs the body first, then the node's others: for downloads and caches.
 
@@ -100,7 +102,7 @@ class Group:
         number = self.turns[what] = self.turns.get(what, 0) + 1
         return f"turn/{scope}/{what}/{number}"
 
-    @contextmanager
+    @contextlib.contextmanager
     def _announcing(self, key: str) -> Iterator[None]:
         outcome = {"error": "interrupted", "mistake": False}
         try:
@@ -131,7 +133,7 @@ class Group:
             raise kind(f"{what} failed: {outcome['error']}", same_on_every_rank=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
     """Join the job, give the body a `Group`, and leave in order. Every rank must enter.
 
@@ -237,11 +239,33 @@ def _open_store(worker: Worker, args: Namespace) -> tuple[dist.Store, dict[str, 
     if worker.is_main and worker.layout.hosts_store and network.is_local(host):
         return _serve_store(worker, host, port, args)
     own, master = _wait_for_master(worker, host, port, args.join_timeout)
-    return _connect(host, port, args.join_timeout), {"own": own, "master": master}
+    store = _connect(host, port, args.join_timeout)
+    if store is None:
+        raise UserError(
+            f"{url} answers, but not as node 0 of a run would: another program holds that port, "
+            "or --master-addr and --master-port are not those of node 0",
+            same_on_every_rank=True,
+        )
+    return store, {"own": own, "master": master}
 
 
-def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | None:
+    """The store that is served at host:port; None where something else listens there.
+
+    TCPStore waits without a limit for the first answer of whatever it meets, hence the thread: it is left behind.
+    """
+    found: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+            store.check(["join/host"])
+            found.append(store)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return found[0] if found else None
 
 
 def _serve_store(worker: Worker, host: str, port: int, args: Namespace) -> tuple[dist.Store, dict[str, str]]:
@@ -279,12 +303,9 @@ def _command_for(node: int, address: str, port: int) -> str:
 
 def _holder(port: int) -> str:
     """Who listens on a local port: a run of ours says so itself in its store."""
-    try:
-        store = _connect("127.0.0.1", port, 1.5)
-        if store.check(["join/host"]):
-            return f"another run of ours ({store.get('join/host').decode()})"
-    except (RuntimeError, ValueError):
-        pass
+    store = _connect("127.0.0.1", port, ANSWER_SECONDS)
+    if store is not None and store.check(["join/host"]):
+        return f"another run of ours ({store.get('join/host').decode()})"
     return "another program"
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,7 +71,7 @@ _context.set_forkserver_preload(["tests.preload"])
 
 def load_trainer(path: Path):
     """A trainer's file as a module, as `launch` loads it in a worker."""
-    name = f"trainer_{path.stem.replace('-', '_')}"
+    name = re.sub(r"\W", "_", f"trainer_{path}")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)

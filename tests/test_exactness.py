@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness import MNIST, largest_difference, losses, play, play_torchrun, weights
+from tests.harness import MNIST, largest_difference, losses, play, play_torchrun, rows, weights
 
 # 1,438 samples: a tail of 1,438 mod 110 = 8 samples, so that 7 ranks have one sample or two, and micro-batches of
 # 7 divide nothing. Shares of 0 leave a rank without a sample in every step.
@@ -26,3 +26,35 @@ def test_weights_and_losses_do_not_know_the_layout(gpus, reference, tmp_path):
 def test_torchruns_variables_give_the_same_weights(reference, tmp_path):
     play_torchrun(MNIST, (3, 1), tmp_path, *FLAGS)
     assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
+
+
+def test_ranks_without_a_single_sample_change_nothing(reference, tmp_path):
+    play(MNIST, (2, 2), tmp_path, *FLAGS, "--shares", "0,5,0,1")
+    assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
+    assert losses(tmp_path) == pytest.approx(losses(reference), abs=1e-12)
+
+
+def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
+    flags = (*FLAGS[:4], "--global-batch", 3, "--max-steps", 20)
+    play(MNIST, (1,), tmp_path / "one", *flags)
+    play(MNIST, (3, 2), tmp_path / "five", *flags)
+    assert largest_difference(weights(tmp_path / "five"), weights(tmp_path / "one")) < 1e-10
+
+
+def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
+    """The tests above can fail: with every rank's own mean, as plain DDP has it, the weights are far off."""
+    exact = "micro_loss * worker.world_size / plan.global_count(step)"
+    source = MNIST.read_text()
+    assert source.count(exact) == 1
+    plain = tmp_path / "plain_ddp" / "mnist-distributed.py"
+    plain.parent.mkdir()
+    plain.write_text(source.replace(exact, "micro_loss / max(1, len(part))"))
+    play(plain, (3, 1), tmp_path, *FLAGS, "--shares", "4,4,1,1")
+    assert largest_difference(weights(tmp_path), weights(reference)) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_lower_precision_trains_on_uneven_ranks(precision, tmp_path):
+    play(MNIST, (2, 1), tmp_path, "--dataset", "digits", "--precision", precision, "--epochs", 4, "--shares", "3,2,1")
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 2
+    assert rows(tmp_path, "eval")[-1]["count"] == 359

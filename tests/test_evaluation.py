@@ -1,0 +1,36 @@
+"""Evaluation counts every image once, on any number of ranks."""
+
+import struct
+
+import pytest
+import torch
+
+from tests.harness import MNIST, SHARED, play, rows
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder with MNIST's files: the real ones where they are at hand, else noise of the same shape."""
+    if (SHARED / "MNIST").is_dir():
+        return SHARED
+    folder = tmp_path_factory.mktemp("data")
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for prefix, count in (("train", 60_000), ("t10k", 10_000)):
+        pixels = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
+        header = struct.pack(">4i", 2051, count, 28, 28)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels.numpy().tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.numpy().tobytes())
+    return folder
+
+
+def test_seven_ranks_count_ten_thousand_images_once_and_agree_with_one(images, tmp_path):
+    flags = ("--data-dir", images, "--max-steps", 3, "--eval-batch", 333, "--precision", "fp64")
+    play(MNIST, (1,), tmp_path / "one", *flags)
+    play(MNIST, (4, 3), tmp_path / "seven", *flags)
+    (one,), (seven,) = rows(tmp_path / "one", "eval"), rows(tmp_path / "seven", "eval")
+    assert one["count"] == seven["count"] == 10_000
+    assert seven["accuracy"] == one["accuracy"]
+    assert seven["loss"] == pytest.approx(one["loss"], abs=1e-12)

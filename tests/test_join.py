@@ -1,0 +1,147 @@
+"""Joining: whatever does not fit is named on every node, within seconds, by node, field and both values."""
+
+import re
+import shutil
+import socket
+import time
+
+import pytest
+
+from common.layout import free_port
+from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start
+
+FLAGS = ("--dataset", "digits", "--max-steps", 2)
+
+
+def node(number: int, gpus: str, port: int, *flags: object) -> Node:
+    layout = ["-n", len(gpus.split(",")), "-g", gpus, "-i", number, "--master-addr", "127.0.0.1", "--master-port", port]
+    return Node([*layout, "--device", "cpu", *FLAGS, *flags])
+
+
+def refused(tmp_path, *nodes: Node, code: int = 2) -> list[Result]:
+    """Play nodes that must all end with `code`, in under ten seconds, in one line and without a traceback."""
+    results = playing(MNIST, list(nodes), tmp_path).results(timeout=10)
+    for result in results:
+        assert result.code == code, result.output
+        assert "Traceback" not in result.output
+    return results
+
+
+def errors(results: list[Result]) -> list[str]:
+    return [line for result in results for line in result.output.splitlines() if "error:" in line]
+
+
+def test_another_g_on_one_node_is_named_on_both(tmp_path):
+    port = free_port()
+    results = refused(tmp_path, node(0, "2,1", port), node(1, "2,2", port))
+    for result in results:
+        said = errors([result])
+        assert len(said) == 1
+        assert re.search(r"node 1 \(\S+, rank \d\) has -g/--gpus 2,2, but node 0 \(\S+, rank 0\) has 2,1", said[0])
+
+
+def test_the_same_i_twice_is_named_on_every_node(tmp_path):
+    port = free_port()
+    results = refused(tmp_path, node(0, "1,1,1", port), node(1, "1,1,1", port), node(1, "1,1,1", port))
+    for result in results:
+        assert re.search(r"rank 1 is claimed twice, by .*pid \d+.* and .*pid \d+.*--node-rank", errors([result])[0])
+
+
+def test_another_flag_on_one_node_is_named_on_both(tmp_path):
+    port = free_port()
+    results = refused(tmp_path, node(0, "1,1", port), node(1, "1,1", port, "--global-batch", 128))
+    for result in results:
+        assert "has --global-batch 128, but node 0" in errors([result])[0]
+        assert "has 256: make them the same" in errors([result])[0]
+
+
+def test_another_version_of_the_code_is_named_on_both(tmp_path):
+    port = free_port()
+    for package in ("common", "mnist_ddp"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    with (tmp_path / "common" / "batching.py").open("a") as file:
+        file.write("# an edit on one node\n")
+    copy = tmp_path / "mnist_ddp" / MNIST.name
+    commands = [
+        start("python", trainer, *node(number, "1,1", port).flags) for number, trainer in ((0, MNIST), (1, copy))
+    ]
+    for command in commands:
+        result = command.result()
+        assert result.code == 2
+        assert re.search(r"node 1 \(.*\) has code \w{12}, but node 0 \(.*\) has \w{12}", errors([result])[0])
+
+
+def test_a_missing_node_is_named_within_five_seconds_and_ended_at_the_timeout(tmp_path):
+    run = playing(MNIST, [node(0, "1,2,1", free_port(), "--join-timeout", 7)], tmp_path)
+    time.sleep(5)
+    assert "waiting for node 1 (ranks 1 to 2) and node 2 (rank 3); giving up in" in run.logs[0].read_text()
+    (result,) = run.results(timeout=15)
+    assert result.code == 1
+    assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not come within 7 s (--join-timeout)" in errors([result])[0]
+
+
+def test_a_missing_master_is_named_within_five_seconds_and_ended_at_the_timeout(tmp_path):
+    port = free_port()
+    run = playing(MNIST, [node(1, "1,1", port, "--join-timeout", 6)], tmp_path)
+    time.sleep(5)
+    assert (
+        f"the master (node 0) at tcp://127.0.0.1:{port} does not answer: Connection refused" in run.logs[0].read_text()
+    )
+    (result,) = run.results(timeout=15)
+    assert result.code == 1
+    assert "for 6 s (--join-timeout): is node 0 started" in errors([result])[0]
+
+
+def test_a_master_whose_name_is_unknown_is_refused_at_once(tmp_path):
+    wrong = Node(["-n", 2, "-g", "1,1", "-i", 1, "--master-addr", "no-such-host.invalid", "--device", "cpu", *FLAGS])
+    (result,) = refused(tmp_path, wrong)
+    assert "--master-addr is no-such-host.invalid, which" in errors([result])[0]
+
+
+def test_a_port_held_by_another_program_is_named(tmp_path):
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        master, second = refused(tmp_path, node(0, "1,1", port), node(1, "1,1", port))
+    assert f"--master-port {port} on {socket.gethostname()} is held by another program" in errors([master])[0]
+    assert f"tcp://127.0.0.1:{port} answers, but not as node 0 of a run would" in errors([second])[0]
+
+
+def test_a_port_held_by_another_run_of_ours_is_named_on_both_nodes_and_that_run_goes_on(tmp_path):
+    nodes = nodes_of((1, 1), tmp_path / "long", "--dataset", "digits", "--epochs", 400, "--precision", "fp64")
+    port = nodes[0].flags[nodes[0].flags.index("--master-port") + 1]
+    (tmp_path / "long").mkdir()
+    long_run = playing(MNIST, nodes, tmp_path / "long")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "long" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    master, second = refused(tmp_path, node(0, "1,1", port), node(1, "1,1", port))
+    assert f"--master-port {port}" in errors([master])[0]
+    assert "is held by another run of ours" in errors([master])[0]
+    assert "rank 1 of node 1" in errors([second])[0]
+    assert "comes to a run that is complete: the rank is held by" in errors([second])[0]
+    assert all(worker.is_alive() for worker in long_run.workers)
+    for worker in long_run.workers:
+        worker.kill()
+
+
+def test_node_0_prints_the_command_of_each_other_node(tmp_path):
+    nodes = play(MNIST, (1, 1), tmp_path, *FLAGS)
+    command = next(line for line in nodes[0].output.splitlines() if "on node 1 run:" in line)
+    assert "-i 1 --master-addr 127.0.0.1 --master-port" in command
+    assert "--out-dir" not in command
+
+
+@pytest.mark.parametrize("backend, message", [
+    ("mpi", "--backend is mpi, but torch"),
+    ("nccl", "--backend is nccl, which needs a GPU for each rank, but this node's workers run on the CPU"),
+])  # fmt: skip
+def test_a_backend_that_cannot_be_is_refused(backend, message, tmp_path):
+    (result,) = refused(tmp_path, Node(["-g", 1, "--device", "cpu", *FLAGS, "--backend", backend]))
+    assert message in errors([result])[0]
+    assert "use --backend gloo" in errors([result])[0]
+
+
+def test_an_interface_that_does_not_exist_is_refused_with_the_names_of_those_that_do(tmp_path):
+    (result,) = refused(tmp_path, Node(["-g", 1, "--device", "cpu", *FLAGS, "--interface", "eth99"]))
+    assert "--interface is eth99, but" in errors([result])[0]
+    assert "lo" in errors([result])[0]
