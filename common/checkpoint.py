@@ -130,7 +130,7 @@ def resume(
     if wanted is None:
         return 0
     found = None
-    with group.others_wait("rank 0 reading the checkpoint"):
+    with group.others_wait("rank 0, which reads the checkpoint"):
         if group.worker.is_main:
             found = _find_wanted(wanted, folder, lambda text: say(group.worker, text))
             if found:

@@ -53,6 +53,8 @@ def main(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace, L
         layout = layout_from(args)
         if check:
             check(args, layout)
+        if importlib.util.find_spec("torch") is None:
+            raise UserError(f"{sys.executable} has no torch: use .venv/bin/python, which `make .venv` makes")
     except UserError as error:
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     if layout.spawn:

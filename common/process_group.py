@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -63,27 +63,32 @@ class Group:
 
         When rank 0's body fails, the others raise UserError or RunError with the same message.
         """
-        key = self._turn(what, "all")
+        turn = self._turn(what)
         if self.worker.is_main:
-            with self._announcing(key):
+            with self._announcing(turn, "rank 0"):
                 yield
         else:
-            self._wait_for(key, what)
+            self._wait(turn, lambda: self.store.check([f"{turn}/rank 0"]), what)
             yield
 
     @contextlib.contextmanager
     def first_on_node(self, what: str) -> Iterator[None]:
         """The first worker of each node runs the body first, then the node's others: for downloads and caches.
 
-        Every rank must enter. When the first one fails, the node's others raise the same.
+        Every rank must enter, and leaves when all have been through. When one fails, all raise the same.
         """
-        key = self._turn(what, f"node{self.worker.node_rank}")
-        if self.worker.rank == self._node_leader():
-            with self._announcing(key):
+        turn = self._turn(what)
+        mine = self.views[self.worker.rank]
+        leader = next(view["rank"] for view in self.views if _node(view) == _node(mine))
+        if self.worker.rank == leader:
+            with self._announcing(turn, f"rank {leader}"):
                 yield
         else:
-            self._wait_for(key, what)
+            self._wait(turn, lambda: self.store.check([f"{turn}/rank {leader}"]), what)
             yield
+        self.store.add(f"{turn}/through", 1)
+        everyone = self.worker.world_size
+        self._wait(turn, lambda: self.store.add(f"{turn}/through", 0) == everyone, f"{what} on the other nodes")
 
     def agree(self, **fields: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Collective."""
@@ -94,43 +99,42 @@ class Group:
             if problem := _difference(views[0], other, ("agree",)):
                 raise UserError(problem, same_on_every_rank=True)
 
-    def _node_leader(self) -> int:
-        mine = self.views[self.worker.rank]
-        return next(view["rank"] for view in self.views if _node(view) == _node(mine))
-
-    def _turn(self, what: str, scope: str) -> str:
+    def _turn(self, what: str) -> str:
         number = self.turns[what] = self.turns.get(what, 0) + 1
-        return f"turn/{scope}/{what}/{number}"
+        return f"turn/{what}/{number}"
 
     @contextlib.contextmanager
-    def _announcing(self, key: str) -> Iterator[None]:
-        outcome = {"error": "interrupted", "mistake": False}
+    def _announcing(self, turn: str, name: str) -> Iterator[None]:
+        """Tell the others when the body is done, or what went wrong; then stay until they have heard it, because
+        the store may end with this process."""
         try:
             yield
-            outcome = {}
+            self.store.set(f"{turn}/{name}", "done")
         except Exception as error:
             mistake = isinstance(error, UserError) and not isinstance(error, RunError)
-            outcome = {"error": str(error), "mistake": mistake}
+            self.store.set(f"{turn}/failed", json.dumps({"error": str(error), "mistake": mistake}))
+            deadline = time.monotonic() + LINGER_SECONDS
+            while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
             raise
-        finally:
-            self.store.set(key, json.dumps(outcome))
 
-    def _wait_for(self, key: str, what: str) -> None:
+    def _wait(self, turn: str, ready: Callable[[], bool], what: str) -> None:
+        """Wait on the store until `ready()`, saying what for. Raises what another rank has announced as failed."""
         began = said = time.monotonic()
-        while not self.store.check([key]):
+        while not ready():
+            if self.store.check([f"{turn}/failed"]):
+                failure = json.loads(self.store.get(f"{turn}/failed"))
+                self.store.add(f"{turn}/heard", 1)
+                kind = UserError if failure["mistake"] else RunError
+                raise kind(failure["error"], same_on_every_rank=True)
             now = time.monotonic()
             if now - began > self.work_timeout_seconds:
-                raise RunError(
-                    f"gave up after {self.work_timeout_seconds:.0f} s of waiting for: {what} (--work-timeout)"
-                )
+                limit = f"{self.work_timeout_seconds:.0f} s (--work-timeout)"
+                raise RunError(f"gave up waiting for {what} after {limit}: see what that rank or node says")
             if now - said > 10 * SAY_EVERY_SECONDS and self.worker.local_rank == 0:
                 said = now
-                say(self.worker, f"waiting for: {what} ({now - began:.0f} s)")
+                say(self.worker, f"waiting for {what} ({now - began:.0f} s)")
             time.sleep(POLL_SECONDS)
-        outcome = json.loads(self.store.get(key))
-        if outcome:
-            kind = UserError if outcome["mistake"] else RunError
-            raise kind(f"{what} failed: {outcome['error']}", same_on_every_rank=True)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def open_folder(group: "Group", args: Namespace, name: str) -> Path | None:
     that has checkpoints. Raises UserError where it holds another run already or cannot be written.
     """
     folder = None
-    with group.others_wait("rank 0 opening the files of this run"):
+    with group.others_wait("rank 0, which opens the files of this run"):
         if group.worker.is_main:
             folder = args.out_dir or _next_folder(name, args.resume)
             if not args.eval_only:
@@ -356,8 +356,11 @@ class Report:
         if self.metrics is None:  # not rank 0, or no files at all
             return
         row = {"kind": kind, "step": step, "epoch": (step - 1) // self.plan.steps_per_epoch, **numbers}
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
+        try:
+            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.flush()
+        except OSError as error:
+            raise RunError(f"could not write {self.metrics.name}: {error.strerror}; checkpoints are whole") from error
         if self.board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float):

@@ -97,7 +97,7 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[name]
     try:
         return _read(kind, folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def train(worker: Worker, args: Namespace) -> None:
         device, precision = group.device, Precision(args.precision, group.device)
 
         # Data. One item of the loader is this rank's part of one optimizer step: its cut of the global batch.
-        with group.first_on_node(f"loading {args.dataset}"):
+        with group.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
         plan = plan_batches(len(train_set), cli.global_batch(args, worker), worker.world_size, args.shares)
@@ -93,7 +93,7 @@ def train(worker: Worker, args: Namespace) -> None:
             return
 
         def save() -> None:
-            with progress.pause(), group.others_wait(f"rank 0 saving step {step}"):
+            with progress.pause(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, **parts)

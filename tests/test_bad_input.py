@@ -1,0 +1,110 @@
+"""What a person gets wrong: one clear line, the right exit code, nothing half-written."""
+
+import sys
+
+import pytest
+
+from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, run
+
+FLAGS = ("--dataset", "digits", "--max-steps", 2)
+
+
+def refusal(tmp_path, *flags, code: int = 2, gpus=(2,)) -> str:
+    """What the run says that must end with `code`, in one line of error."""
+    nodes = [Node([*node.flags, *flags]) for node in nodes_of(gpus, tmp_path / "out")]
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    results = playing(MNIST, nodes, tmp_path / "logs").results()
+    said = [line for result in results for line in result.output.splitlines() if "error:" in line]
+    assert all(result.code == code for result in results), results
+    assert len(said) == len(gpus), results
+    assert not any("Traceback" in result.output for result in results)
+    return said[0]
+
+
+def mnist_files(folder, **damage):
+    """MNIST's folder with all four files of the right size; `damage` replaces what is in some."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 60_000), ("t10k", 10_000)):
+        header = (2049).to_bytes(4) + count.to_bytes(4)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(count))
+        shape = b"".join(number.to_bytes(4) for number in (2051, count, 28, 28))
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(shape + bytes(count * 28 * 28))
+    for name, content in damage.items():
+        (raw / name.replace("_", "-")).write_bytes(content)
+    return folder
+
+
+def test_a_data_file_cut_short_is_named_with_both_sizes(tmp_path):
+    folder = mnist_files(tmp_path / "data", t10k_labels_idx1_ubyte=b"short")
+    said = refusal(tmp_path, "--data-dir", folder)
+    assert "t10k-labels-idx1-ubyte is damaged: 5 bytes, not 10,008: delete it and start again" in said
+
+
+def test_a_data_file_with_another_header_is_named(tmp_path):
+    folder = mnist_files(tmp_path / "data", t10k_labels_idx1_ubyte=bytes(10_008))
+    assert "t10k-labels-idx1-ubyte is damaged" in refusal(tmp_path, "--data-dir", folder)
+
+
+def test_data_that_differ_between_nodes_are_refused(tmp_path):
+    """Each node reads its own disk: here node 1's files are another data set than node 0's."""
+    here = mnist_files(tmp_path / "here")
+    labels = (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([1]) * 10_000
+    there = mnist_files(tmp_path / "there", t10k_labels_idx1_ubyte=labels)
+    nodes = nodes_of((1, 1), tmp_path / "out")
+    nodes = [Node([*node.flags, "--data-dir", data]) for node, data in zip(nodes, (here, there), strict=True)]
+    for result in playing(MNIST, nodes, tmp_path).results():
+        assert result.code == 2, result.output
+        assert "has --dataset mnist, fingerprint" in result.output
+
+
+def test_data_that_cannot_be_downloaded_are_explained(tmp_path):
+    """No test downloads anything: the proxy here is a port that nobody listens on."""
+    nodes = nodes_of((2,), tmp_path / "out", "--data-dir", tmp_path / "data")
+    nodes[0].environ = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    (result,) = playing(MNIST, nodes, tmp_path).results()
+    assert result.code == 1, result.output
+    assert "mnist is not there and could not be downloaded" in result.output
+    assert "use --dataset digits, which needs no download" in result.output
+
+
+def test_a_data_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = refusal(tmp_path, "--data-dir", tmp_path / "file")
+    assert f"--data-dir {tmp_path / 'file'}: mnist is not there, and that folder cannot be written" in said
+
+
+def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = refusal(tmp_path, *FLAGS, "--out-dir", tmp_path / "file" / "run")
+    assert f"--out-dir {tmp_path / 'file' / 'run'} cannot be written: Not a directory: name another" in said
+
+
+def test_an_out_dir_with_another_run_is_not_overwritten(tmp_path):
+    play(MNIST, (1,), tmp_path / "out", *FLAGS)
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    assert "holds a run already: go on with --resume, or name another directory" in refusal(tmp_path, *FLAGS)
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_a_loss_that_is_not_finite_ends_every_rank_and_names_the_step(tmp_path):
+    said = refusal(tmp_path, "--dataset", "digits", "--lr", 1e30, code=1, gpus=(1, 1))
+    assert "of step 2 is " in said or "of step 3 is " in said
+    assert "lower --lr, set --clip-norm" in said
+    assert not list((tmp_path / "out").glob("checkpoints/*"))
+
+
+def test_a_full_disk_ends_the_run_and_leaves_nothing_half_written(tmp_path):
+    """A limit on the size of files stands for the disk: every Unix has one, and the error is as sudden."""
+    limited = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} \"$@\""
+    flags = ("--dataset", "digits", "--device", "cpu", "--epochs", "1", "--out-dir", tmp_path / "out")
+    result = run("bash", "-c", limited, "bash", MNIST, *flags)
+    assert result.code == 1, result.output
+    assert "could not write the checkpoint" in result.output
+    assert "the earlier ones are whole" in result.output
+    assert not list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+@pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="real MNIST is not at ../shared/data")
+def test_data_found_on_disk_need_no_network_and_no_write_permission(tmp_path):
+    play(MNIST, (2,), tmp_path, "--data-dir", SHARED, "--max-steps", 1)
