@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common.errors import RunError, UserError
@@ -108,7 +109,7 @@ def save(
         for old in by_age[:-keep] if keep else []:
             shutil.rmtree(old)
         _remove_leftovers(folder)
-    except (OSError, RuntimeError) as error:  # safetensors and torch.save raise RuntimeError on a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(f"could not write the checkpoint {target}: {error}; the earlier ones are whole") from error
     return target
