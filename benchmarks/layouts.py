@@ -53,7 +53,8 @@ def train(name: str, folder: Path, flags: list[str]) -> dict:
         subprocess.Popen([*command, "--device", "cpu", *flags, "--out-dir", str(folder)], env=environ)
         for command in commands(name, port)
     ]
-    if any([node.wait() for node in nodes]):
+    codes = [node.wait() for node in nodes]  # all of them, before any is judged
+    if any(codes):
         sys.exit(f"layouts.py: {name} failed")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]

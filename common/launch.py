@@ -22,6 +22,8 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
 
 from common.errors import UserError
 from common.layout import Layout, Worker, layout_from
@@ -59,7 +61,7 @@ def main(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace, L
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     if layout.spawn:
         sys.exit(_supervise(layout.workers(), args))
-    trainer = _load(sys.argv[0] if sys.argv[0].endswith(".py") else sys.modules["__main__"].__file__)
+    trainer = load(sys.argv[0] if sys.argv[0].endswith(".py") else sys.modules["__main__"].__file__)
     _watch_outer_launcher()
     _be_worker(trainer.train, layout.workers()[0], args)
 
@@ -168,13 +170,21 @@ def _last_words(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _load(path: str):
-    """The trainer's file as a module that is not __main__, so that it goes on past its call of `main`."""
+def load(path: str) -> ModuleType:
+    """A trainer's file as a module that is not __main__, so that it goes on past its call of `main`."""
     spec = importlib.util.spec_from_file_location("__mp_main__", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["__mp_main__"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def flags_of(trainer: Path) -> argparse.ArgumentParser:
+    """A trainer's parser, without what the trainer imports: its file up to the call of `main`."""
+    source = trainer.read_text().partition('\nif __name__ == "__main__":')[0]
+    namespace = {"__name__": "flags", "__file__": str(trainer)}
+    exec(compile(source, str(trainer), "exec"), namespace)
+    return namespace["flags"]()
 
 
 def _watch_outer_launcher() -> None:

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import launch
 from common.layout import free_port, layout_from
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,8 +90,6 @@ def _be(trainer: Path, node_flags: list[str], index: int, environ: dict[str, str
     import torch
 
     torch.set_num_threads(1)
-    from common import launch
-
     module = load_trainer(trainer)
     args = module.flags().parse_args(node_flags)
     layout = layout_from(args, os.environ)
@@ -114,7 +113,7 @@ class playing:
         for number, node in enumerate(nodes):
             flags = [str(flag) for flag in node.flags]
             environ = {"OMP_NUM_THREADS": "1", **(node.environ or {})}
-            args = load_trainer_flags(trainer).parse_args(flags)
+            args = launch.flags_of(trainer).parse_args(flags)
             count = len(layout_from(args, {**os.environ, **environ}).workers())
             log = folder / f"node-{number}-{len(list(folder.glob('node-*')))}.log"
             log.touch()
@@ -141,14 +140,6 @@ class playing:
             codes[number].append(1 if worker.exitcode < 0 else worker.exitcode)
         seconds = time.monotonic() - self.began
         return [Result(max(code), output, seconds) for code, output in zip(codes, outputs, strict=True)]
-
-
-def load_trainer_flags(trainer: Path):
-    """A trainer's parser without importing torch here: its file up to its guard."""
-    source = trainer.read_text().split('\nif __name__ == "__main__":')[0]
-    namespace = {"__name__": "flags", "__file__": str(trainer)}
-    exec(compile(source, str(trainer), "exec"), namespace)
-    return namespace["flags"]()
 
 
 def play(

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""MNIST against the stock recipe, side by side in one run: time to 99.0 %, and images per second on one model.
+
+    mnist.py [--data-dir ../shared/data] [--quick]
+
+`--quick` leaves out the stock recipe's full training, which takes minutes. Prints the tables of docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+
+HERE = ROOT / "benchmarks"
+TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
+STEPS = 150  # of 64 images, for images per second
+TRIES = 3
+
+
+def run(*command: object) -> str:
+    """Run one program on all cores and return what it printed."""
+    environ = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+    done = subprocess.run([sys.executable, *map(str, command)], env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"mnist.py: {command[0]} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def last_row(folder: Path, kind: str) -> dict:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind][-1]
+
+
+def ours_to_target(data: str, folder: Path) -> dict:
+    run(
+        TRAINER,
+        "-g",
+        1,
+        "--device",
+        "cpu",
+        "--data-dir",
+        data,
+        "--epochs",
+        2,
+        "--target-accuracy",
+        99,
+        "--out-dir",
+        folder,
+    )
+    return last_row(folder, "eval")
+
+
+def ours_per_second(data: str, folder: Path) -> float:
+    """Median rate of the windows after the first, on the stock recipe's model and batch."""
+    program = HERE / "mnist_with_stock_model.py"
+    run(
+        program,
+        "-g",
+        1,
+        "--device",
+        "cpu",
+        "--data-dir",
+        data,
+        "--global-batch",
+        64,
+        "--max-steps",
+        STEPS,
+        "--out-dir",
+        folder,
+    )
+    return last_row(folder, "summary")["samples_per_second"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", default=str(ROOT.parent / "shared" / "data"))
+    parser.add_argument("--quick", action="store_true", help="only images per second")
+    args = parser.parse_args()
+    if not (Path(args.data_dir) / "MNIST").is_dir():
+        sys.exit(f"mnist.py: --data-dir {args.data_dir} has no MNIST: name a folder that the trainer has filled")
+    with tempfile.TemporaryDirectory() as scratch:
+        pairs = []
+        for number in range(TRIES):  # alternating, so that a busy moment does not fall on one of the two
+            stock = json.loads(run(HERE / "stock_mnist.py", "--data-dir", args.data_dir, "--max-steps", STEPS))
+            pairs.append((stock["images_per_second"], ours_per_second(args.data_dir, Path(scratch) / f"rate{number}")))
+        stock, ours = (statistics.median(rates) for rates in zip(*pairs, strict=True))
+        ratio = statistics.median(our / their for their, our in pairs)
+        print(f"| images per second, same model, batch 64 (median of {TRIES}) | stock | ours | ratio |")
+        print("| --- | --- | --- | --- |")
+        print(f"| one process, all cores | {stock:,.0f} | {ours:,.0f} | {ratio:.2f} |\n")
+        if not args.quick:
+            reached = [ours_to_target(args.data_dir, Path(scratch) / f"target{number}") for number in range(TRIES)]
+            lines = run(HERE / "stock_mnist.py", "--data-dir", args.data_dir).splitlines()
+            stock_end = json.loads(lines[-1])
+            ours_seconds = statistics.median(row["training_seconds"] for row in reached)
+            accuracies = ", ".join(f"{row['accuracy']:.2%}" for row in reached)
+            print("| to 99.0 % on the test images | seconds of training | epochs | accuracy |")
+            print("| --- | --- | --- | --- |")
+            print(f"| stock | {stock_end['training_seconds']:.1f} | {len(lines)} | {stock_end['accuracy']:.2%} |")
+            print(f"| ours (median of {TRIES}) | {ours_seconds:.1f} | 2 | {accuracies} |")
+            print(f"| ratio | {stock_end['training_seconds'] / ours_seconds:.1f} | | |\n")
+    print(describe())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+#!/usr/bin/env python3
+"""Our MNIST trainer with the stock recipe's model in place of its own: the same loop, another network."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from common import launch
+
+MNIST = Path(__file__).resolve().parents[1] / "mnist_ddp" / "mnist-distributed.py"
+
+if __name__ == "__main__":
+    launch.main(launch.flags_of(MNIST))
+
+from stock_mnist import StockNet
+
+trainer = launch.load(str(MNIST))
+trainer.ConvNet = StockNet
+train = trainer.train
