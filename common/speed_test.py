@@ -1,0 +1,102 @@
+"""How fast a rank computes, and how fast the ranks exchange."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+SIZES = (4, 4 * 1024, 64 * 1024, 1024**2, 4 * 1024**2, 16 * 1024**2, 64 * 1024**2)  # bytes
+SECONDS_A_SIZE = 0.3
+MOST_REPEATS = 20
+BUDGET_SECONDS = 7.0  # of all sizes: on a slow link the largest are left out
+
+
+def rank_facts(rank: int, device: torch.device, seconds: float = 0.25) -> dict:
+    """This rank's device: name, memory in GB, speed of a matrix product in TFLOP/s, and whether bfloat16 works."""
+    facts = {"rank": rank, "device": str(device), "name": "CPU", "memory_gb": None, "free_gb": None}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
+        facts |= {"name": properties.name, "memory_gb": round(total / 1e9, 2), "free_gb": round(free / 1e9, 2)}
+    facts["fp32_tflops"] = round(tflops(device, torch.float32, seconds), 4)
+    try:
+        facts["bf16_tflops"] = round(tflops(device, torch.bfloat16, seconds), 4)
+        facts["bf16"] = _bf16_is_right(device)
+    except RuntimeError as error:
+        facts |= {"bf16_tflops": None, "bf16": str(error).splitlines()[0]}
+    return facts
+
+
+def tflops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """10^12 operations a second in a product of square matrices, the median of what fits in `seconds`."""
+    side = 4096 if device.type == "cuda" else 512
+    matrix = torch.ones(side, side, device=device, dtype=dtype)
+    product = matrix @ matrix  # the first one loads kernels
+    _finish(device)
+    times, began = [], time.perf_counter()
+    while not times or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        torch.mm(matrix, matrix, out=product)
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return 2 * side**3 / sorted(times)[len(times) // 2] / 1e12
+
+
+def _bf16_is_right(device: torch.device) -> str:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
+    expected = left.double() @ right.double()
+    found = (left.to(device) @ right.to(device)).double().cpu()
+    error = ((found - expected).norm() / expected.norm()).item()
+    return "ok" if error < 0.01 else f"a product is wrong by {error:.0%}"
+
+
+def all_reduce_times(device: torch.device, sizes: tuple[int, ...] = SIZES) -> list[dict]:
+    """Rows of bytes, ms and gb_per_second (bytes summed over the ranks, per second of the slowest rank).
+
+    Every rank must call this. A size that would not fit in the budget has ms None and its expected_ms instead. All
+    ranks take the same decisions, because all of them go by the slowest rank's time.
+    """
+    rows, spent, expected = [], 0.0, 0.0
+    for size, following in zip(sizes, (*sizes[1:], 0), strict=True):
+        if spent + expected > BUDGET_SECONDS:
+            rows.append({"bytes": size, "ms": None, "gb_per_second": None, "expected_ms": round(expected * 1e3, 1)})
+            took = expected
+        else:
+            buffer = torch.zeros(size // 4, device=device)
+            took = _slowest(device, [_timed_all_reduce(buffer)])
+            spent += took
+            if (repeats := min(MOST_REPEATS, int(SECONDS_A_SIZE / took))) > 0:
+                took = _slowest(device, [_timed_all_reduce(buffer) for _ in range(repeats)])
+                spent += repeats * took
+            rows.append({"bytes": size, "ms": round(took * 1e3, 3), "gb_per_second": float(f"{size / took / 1e9:.3g}")})
+        expected = took * min(following / size, 16)  # small sizes cost latency, not bytes
+    return rows
+
+
+def _timed_all_reduce(buffer: torch.Tensor) -> float:
+    _finish(buffer.device)
+    began = time.perf_counter()
+    dist.all_reduce(buffer)
+    _finish(buffer.device)
+    return time.perf_counter() - began
+
+
+def _slowest(device: torch.device, seconds: list[float]) -> float:
+    """The slowest rank's median."""
+    median = torch.tensor([sorted(seconds)[len(seconds) // 2]], dtype=torch.float64, device=device)
+    dist.all_reduce(median, op=dist.ReduceOp.MAX)
+    return median.item()
+
+
+def bf16_all_reduce(device: torch.device, world_size: int) -> str:
+    """ "ok" where a sum over all ranks in bfloat16 is right on this one. Every rank must call this."""
+    ones = torch.ones(1024, device=device, dtype=torch.bfloat16)
+    dist.all_reduce(ones)
+    error = (ones.float() - world_size).abs().max().item() / world_size
+    return "ok" if error < 0.01 else f"a sum is wrong by {error:.0%}"
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
