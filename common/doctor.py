@@ -55,7 +55,7 @@ POLL_SECONDS = 0.03
 LOOK_SECONDS = 12.0  # for a node or a rank to look at itself
 JOIN_SPARE_SECONDS = 8.0  # beyond --join-timeout
 LINK_SECONDS = 0.4  # of data, for one direction of one link
-ALL_LINKS_SECONDS = 10.0
+ALL_LINKS_SECONDS = 8.0
 CONNECT_SECONDS = 10.0
 END_SECONDS = 3.0
 
@@ -200,7 +200,7 @@ class Examination:
     def _test_links(self, listener: link_test.Listener | None) -> None:
         """Leaders measure their links, two nodes at a time; every rank learns the results."""
         seconds = ALL_LINKS_SECONDS + 2 * len(self.nodes) * LINK_SECONDS
-        self.watch.enter("testing the links", seconds + END_SECONDS)
+        self.watch.enter("testing the links", seconds + 1)
         mine = self._measure_links() if self._leads else []
         posts = self.board.exchange("testing the links", mine, seconds)
         if listener:
