@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Is this cluster fit to train? Looks at every node, every link between them and every rank, and says what to mend.
 
     python -m common.doctor                                         # this machine alone
@@ -200,16 +201,17 @@ class Examination:
     def _test_links(self, listener: link_test.Listener | None) -> None:
         """Leaders measure their links, two nodes at a time; every rank learns the results."""
         seconds = ALL_LINKS_SECONDS + 2 * len(self.nodes) * LINK_SECONDS
-        self.watch.enter("testing the links", seconds + 1)
-        mine = self._measure_links() if self._leads else []
-        posts = self.board.exchange("testing the links", mine, seconds)
+        until = time.monotonic() + seconds
+        self.watch.enter("testing the links", seconds + 2)
+        mine = self._measure_links(until - 1) if self._leads else []
+        posts = self.board.exchange("testing the links", mine, until - time.monotonic())
         if listener:
             listener.close()
         self.report["links"] = [link for post in posts.values() for link in post]
         names = {rank: self.places[rank] for rank in self.leaders}
         self.findings += diagnosis.judge_links(names, self.nodes, self.report["links"], self.args.min_rate)
 
-    def _measure_links(self) -> list[dict]:
+    def _measure_links(self, until: float) -> list[dict]:
         """This node's links to the others. Connects to all at once first, so that dead ways cost their time once."""
         others = {rank: node["way"] for rank, node in self.nodes.items() if rank != self.worker.rank}
         links = {rank: {"from": self.worker.rank, "to": rank, "port": way.get("port")} for rank, way in others.items()}
@@ -225,11 +227,14 @@ class Examination:
         self.board.exchange("connecting to the other nodes", True, link_test.CONNECT_SECONDS + 2, mesh)
         for number, pairs in enumerate(link_test.rounds(len(mesh))):
             for back in (False, True):
+                if self.board.silent or time.monotonic() > until:
+                    break
                 for pair in pairs:
                     source, target = (mesh[index] for index in (reversed(pair) if back else pair))
                     if source == self.worker.rank and "error" not in links[target]:
                         links[target] |= _measure(ways[target], LINK_SECONDS)
-                self.board.exchange(f"round {number}{'b' * back} of the links", True, 2 * LINK_SECONDS + 4, mesh)
+                stage = f"testing the links, round {number}{'b' * back}"
+                self.board.exchange(stage, True, min(2 * LINK_SECONDS + 4, until - time.monotonic()), mesh)
         return list(links.values())
 
     def _blocked(self) -> bool:
@@ -334,7 +339,7 @@ class Board:
     def exchange(
         self, stage: str, value: object, seconds: float, among: Iterable[int] | None = None
     ) -> dict[int, object]:
-        """Post `value` and take everyone's: rank -> value, in order. A rank that does not come is left out henceforth."""
+        """Post `value` and take everyone's: rank -> value, in order. Who does not come is left out from then on."""
         self.store.set(f"{stage}/{self.worker.rank}", json.dumps(value))
         expected = [rank for rank in (self.everyone if among is None else among) if rank not in self.silent]
         self.waiting_for = [f"rank {rank}" for rank in expected if rank != self.worker.rank]
