@@ -10,6 +10,7 @@ from common.layout import Layout, Worker
 # Flags that may differ between the nodes of one job; all others must agree, and the join checks that they do.
 NODE_FLAGS = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
+    *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
     *("data_dir", "out_dir", "device", "oversubscribe", "tensorboard"),
 }
 
@@ -41,8 +42,29 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--timeout", type=positive_float, default=600.0, metavar="S", help="limit of one collective")
     group.add_argument("--work-timeout", type=positive_float, default=7200.0, metavar="S", help="limit of a download")
     group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto takes GPUs if there are")
-    group.add_argument("--backend", choices=("auto", "nccl", "gloo", "mpi", "ucc"), default="auto", help="collectives")
+    group.add_argument(
+        "--backend",
+        "--distributed-backend",
+        choices=("auto", "nccl", "gloo", "mpi", "ucc"),
+        default="auto",
+        help="collectives",
+    )
     group.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs over gloo, for study")
+    _add_hetseq_flags(parser)
+
+
+def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layout, in HetSeq's and fairseq's words (instead of -n, -g and -i)")
+    group.add_argument(
+        "--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://"
+    )
+    group.add_argument("--distributed-world-size", type=positive_int, metavar="W", help="processes of all nodes")
+    group.add_argument("--distributed-gpus", type=positive_int, metavar="G", help="processes to start here")
+    group.add_argument("--distributed-rank", type=natural_int, metavar="R", help="rank of the first process here")
+    group.add_argument("--distributed-no-spawn", action="store_true", help="this process is the one of that rank")
+    group.add_argument(
+        *("--device-id", "--local-rank", "--local_rank"), type=natural_int, metavar="D", help="GPU of this one process"
+    )
 
 
 def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:

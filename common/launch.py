@@ -62,7 +62,8 @@ def main(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace, L
     if layout.spawn:
         sys.exit(_supervise(layout.workers(), args))
     trainer = load(sys.argv[0] if sys.argv[0].endswith(".py") else sys.modules["__main__"].__file__)
-    _watch_outer_launcher()
+    if layout.launched:
+        _watch_outer_launcher()
     _be_worker(trainer.train, layout.workers()[0], args)
 
 

@@ -32,7 +32,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common import cli, network
+from common import cli, meeting_file, network
 from common.errors import RunError, UserError
 from common.layout import Worker, host_and_port, tcp_address
 from common.report import say
@@ -143,9 +143,8 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
 
     Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout.
     """
-    device = choose_device(worker)
-    backend = choose_backend(worker, args)
-    joined = join(worker, args, device, backend)
+    device, backend, problem = prepare(worker, args)
+    joined = join(worker, args, device, backend, problem)
     connect(worker, args, device, backend, joined)
     yield Group(worker, device, backend, joined.views, joined.store, args.work_timeout)
     _leave(worker, joined.store)
@@ -160,13 +159,30 @@ class Joined:
     own_address: str  # under which the other nodes reach this one
 
 
-def join(worker: Worker, args: Namespace, device: torch.device, backend: str) -> Joined:
+def prepare(worker: Worker, args: Namespace) -> tuple[torch.device, str, str]:
+    """Device, backend, and what is wrong here: on one of several nodes, a mistake is told to all by the join.
+
+    Raises UserError where this node is the only one.
+    """
+    try:
+        if worker.layout.problem:
+            raise UserError(worker.layout.problem)
+        _check_interface(args)
+        return choose_device(worker), choose_backend(worker, args), ""
+    except UserError as error:
+        if worker.layout.nodes == 1:
+            raise
+        return torch.device("cpu"), "gloo", str(error)
+
+
+def join(worker: Worker, args: Namespace, device: torch.device, backend: str, problem: str = "") -> Joined:
     """The handshake, without a connection between the ranks yet. Every rank must call this.
 
+    A `problem` of this rank alone ends the run on every rank, and nobody waits for a rank that is not coming.
     Raises UserError or RunError on every rank as `process_group` does.
     """
     store, addresses = _open_store(worker, args)
-    view = _view(worker, args, device, backend, addresses)
+    view = _view(worker, args, device, backend, addresses) | {"problem": problem}
     verdict = _Join(worker, args, store, view).run()
     own = _own_address(args, addresses, verdict)
     _name_interface(args, own)
@@ -204,6 +220,12 @@ def choose_device(worker: Worker) -> torch.device:
     return device
 
 
+def _check_interface(args: Namespace) -> None:
+    if args.interface and args.interface not in network.local_addresses():
+        names = ", ".join(network.local_addresses())
+        raise UserError(f"--interface is {args.interface}, but {socket.gethostname()} has {names}: name one of these")
+
+
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -227,13 +249,11 @@ def choose_backend(worker: Worker, args: Namespace) -> str:
 
 def _open_store(worker: Worker, args: Namespace) -> tuple[dist.Store, dict[str, str]]:
     """The store where the ranks meet, and the addresses {"own", "master"} of the way there."""
-    if args.interface and args.interface not in network.local_addresses():
-        names = ", ".join(network.local_addresses())
-        raise UserError(f"--interface is {args.interface}, but {socket.gethostname()} has {names}: name one of these")
     url = worker.layout.init_method
     if url.startswith("file://"):
+        path = meeting_file.check(url)
         own = network.own_address(args.interface)
-        return dist.FileStore(url.removeprefix("file://"), worker.world_size), {"own": own, "master": ""}
+        return dist.FileStore(str(path), worker.world_size), {"own": own, "master": ""}
     host, port = host_and_port(url)
     if not network.resolve(host):
         raise UserError(
@@ -367,6 +387,7 @@ def _view(worker: Worker, args: Namespace, device: torch.device, backend: str, a
     return {
         "rank": worker.rank,
         "local_rank": worker.local_rank,
+        "nodes": worker.layout.nodes,
         "node_rank": worker.node_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -390,6 +411,8 @@ def _node(view: dict) -> tuple:
 
 
 def _place(view: dict) -> str:
+    if view["nodes"] == 0:  # nobody tells the number of the node
+        return f"{view['host']} (rank {view['rank']})"
     return f"node {view['node_rank']} ({view['host']}, rank {view['rank']})"
 
 
@@ -516,7 +539,8 @@ class _Presider:
 
     def _admit(self, view: dict) -> None:
         mine = self.join.view
-        problem = _difference(mine, view, ("versions", "layout", "backend", "flags"))
+        problem = view["problem"] and f"{_place(view)}: {view['problem']}"
+        problem = problem or _difference(mine, view, ("versions", "layout", "backend", "flags"))
         if not problem and view["rank"] in self.alive:
             problem = self._claimed_twice(self.alive[view["rank"]], view)
         if problem:

@@ -1,0 +1,51 @@
+"""The file of `file://`, where the ranks of a job meet instead of at an address: may it work at all?"""
+
+import os
+from pathlib import Path
+
+from common.errors import UserError
+
+# File systems of one machine alone. (A network file system, or an unknown one, gets the benefit of the doubt.)
+LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
+FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (8 bytes), key, length, value, ...
+
+
+def check(url: str) -> Path:
+    """The path of file:///PATH, where a file can be made, or one that torch's FileStore wrote. Raises UserError."""
+    path = Path(url.removeprefix("file://"))
+    says = f"--distributed-init-method is {url}"
+    if not path.parent.is_dir():
+        raise UserError(
+            f"{says}, but here is no folder {path.parent}: make it, shared by all nodes, or use tcp://HOST:PORT"
+        )
+    if path.is_dir():
+        raise UserError(f"{says}, which is a folder: name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{says}, which this user may not write: choose another folder that all nodes share")
+    if path.exists() and not _is_store(path):
+        raise UserError(f"{says}, which exists and is something else: name a file that does not exist yet")
+    return path
+
+
+def _is_store(path: Path) -> bool:
+    with path.open("rb") as file:
+        beginning = file.read(32)
+    return not beginning or any(beginning[8:].startswith(key) for key in FIRST_KEYS)
+
+
+def local_file_system(path: Path) -> str | None:
+    """The kind of file system that holds `path` where no other machine can see it, such as ext4; None elsewhere."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    folder = path.parent.resolve()
+    holding = [(len(mount[1]), mount[2]) for mount in mounts if folder.is_relative_to(_unescaped(mount[1]))]
+    longest = max((length for length, _ in holding), default=0)
+    kinds = [kind for length, kind in holding if length == longest]  # the last one mounted lies on top
+    return kinds[-1] if kinds and kinds[-1] in LOCAL else None
+
+
+def _unescaped(mount_point: str) -> str:
+    """/proc writes a space in a name as \\040."""
+    return mount_point.encode().decode("unicode_escape")
