@@ -15,6 +15,9 @@ NODE_FLAGS = {
 }
 
 
+JOIN_TIMEOUT_SECONDS = 300.0
+
+
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Descriptions as they are written; defaults shown where there is one to show."""
 
@@ -38,7 +41,9 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
     group.add_argument("--master-port", type=port, metavar="PORT", help="port of node 0 (29500)")
     group.add_argument("--interface", metavar="NAME", help="network interface; found by itself when left out")
-    group.add_argument("--join-timeout", type=positive_float, default=300.0, metavar="S", help="wait for missing nodes")
+    group.add_argument(
+        "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
+    )
     group.add_argument("--timeout", type=positive_float, default=600.0, metavar="S", help="limit of one collective")
     group.add_argument("--work-timeout", type=positive_float, default=7200.0, metavar="S", help="limit of a download")
     group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto takes GPUs if there are")

@@ -37,7 +37,7 @@ class Layout:
     spawn: bool = True  # start local_world_size processes; False: this process is the only worker here
     launched: bool = False  # by an outer launcher: this process is one of its workers and ends with it
     init_method: str = ""  # tcp://host:port or file:///path
-    meeting: str = "--master-addr and --master-port"  # what a person changes to meet elsewhere, for messages
+    meeting: tuple[str, str] = ("--master-addr", "--master-port")  # who said host and port, for messages
     problem: str = ""  # known on this node alone: the join tells it to every node, and nobody waits
     hosts_store: bool = True  # rank 0 opens the store; False: the launcher has opened it
     device_type: str = "cpu"  # cuda or cpu
@@ -129,7 +129,7 @@ def from_torchrun(flags: Namespace, environ: Mapping[str, str]) -> Layout | None
         nodes=_number(environ, "GROUP_WORLD_SIZE", default=0),
         init_method=_meeting(flags, environ, host="", port=DEFAULT_MASTER_PORT),
         hosts_store=meets_elsewhere or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        meeting="MASTER_ADDR and MASTER_PORT",
+        meeting=("MASTER_ADDR", "MASTER_PORT"),
     )
 
 
@@ -215,7 +215,7 @@ def from_hetseq_flags(flags: Namespace, environ: Mapping[str, str]) -> Layout | 
         gpus_per_node=(world_size,) if alone else None,
         spawn=not in_place,
         init_method=_meeting(flags, environ, host="127.0.0.1", port=0),
-        meeting="--distributed-init-method",
+        meeting=("--distributed-init-method", "--distributed-init-method: port"),
         device_type=device_type,
         first_device=device_id or 0,
         devices=devices,

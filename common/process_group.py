@@ -28,6 +28,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from common.version import versions
 SAY_EVERY_SECONDS = 4.0
 POLL_SECONDS = 0.03
 ANSWER_SECONDS = 4.0  # in which a store that is one answers its first question
+LOCAL_DISK_SECONDS = 6.0  # a file:// that other machines do not see is given up after so long
 LINGER_SECONDS = 4.0  # rank 0 stays so long after a refusal, for nodes that come late to hear it
 
 
@@ -257,7 +259,8 @@ def _open_store(worker: Worker, args: Namespace) -> tuple[dist.Store, dict[str, 
     host, port = host_and_port(url)
     if not network.resolve(host):
         raise UserError(
-            f"--master-addr is {host}, which {socket.gethostname()} cannot resolve: give a name or an address"
+            f"{worker.layout.meeting[0]} is {host}, which {socket.gethostname()} cannot resolve: "
+            "give a name or an address"
         )
     # A rank 0 that is told another machine's address is a mistake that the join there can name: -i 0 given twice.
     if worker.is_main and worker.layout.hosts_store and network.is_local(host):
@@ -302,7 +305,7 @@ def _serve_store(worker: Worker, host: str, port: int, args: Namespace) -> tuple
         if "in use" not in str(error):
             raise
         raise UserError(
-            f"--master-port {port} on {socket.gethostname()} is held by {_holder(port)}: "
+            f"{worker.layout.meeting[1]} {port} on {socket.gethostname()} is held by {_holder(port)}: "
             "choose another port on every node, or end that program"
         ) from None
     own = network.own_address(args.interface) if host in ("0.0.0.0", "::") else network.resolve(host)[0]
@@ -342,11 +345,12 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
         except OSError as error:
             reason = error.strerror or str(error)
         now = time.monotonic()
-        where = f"the master (node 0) at {tcp_address(host, port)} does not answer: {reason}"
+        first = "node 0" if worker.layout.nodes else "rank 0"
+        where = f"the master ({first}) at {tcp_address(host, port)} does not answer: {reason}"
         if now - began > timeout_seconds:
             raise RunError(
-                f"{where}, for {timeout_seconds:.0f} s (--join-timeout): is node 0 started, "
-                "and are --master-addr, --master-port and the firewall right?",
+                f"{where}, for {timeout_seconds:.0f} s (--join-timeout): is {first} started, "
+                f"and are {', '.join(dict.fromkeys(worker.layout.meeting))} and the firewall right?",
                 same_on_every_rank=True,
             )
         if now - said > SAY_EVERY_SECONDS and worker.local_rank == 0:
@@ -392,6 +396,7 @@ def _view(worker: Worker, args: Namespace, device: torch.device, backend: str, a
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": f"{device} ({name})",
+        "gpu": "" if device.type == "cpu" or args.oversubscribe else str(torch.cuda.get_device_properties(device).uuid),
         "source": worker.layout.source,
         "addresses": addresses,
         "layout": {label: _shown(getattr(worker.layout, name)) for name, label in LAYOUT_FIELDS.items()},
@@ -433,6 +438,9 @@ class _Join:
     def __init__(self, worker: Worker, args: Namespace, store: dist.Store, view: dict):
         self.worker, self.args, self.store, self.view = worker, args, store, view
         self.began = self.said = time.monotonic()
+        self.on_local_disk = _on_local_disk(worker)
+        usual = args.join_timeout == cli.JOIN_TIMEOUT_SECONDS
+        self.patience_seconds = LOCAL_DISK_SECONDS if self.on_local_disk and usual else args.join_timeout
 
     def run(self) -> dict:
         """Post our view and wait for the verdict; rank 0 also presides. Returns {"token", "master", "views"}."""
@@ -490,9 +498,9 @@ class _Join:
     def _check_time(self, presiding: "_Presider | None") -> None:
         now = time.monotonic()
         missing = presiding.missing() if presiding else "rank 0"
-        if now - self.began > self.args.join_timeout + (0 if presiding else LINGER_SECONDS):
-            limit = f"{self.args.join_timeout:.0f} s (--join-timeout)"
-            problem = f"{missing} did not come within {limit}: start it, or look at its log"
+        if now - self.began > self.patience_seconds + (0 if presiding or self.on_local_disk else LINGER_SECONDS):
+            mend = self.on_local_disk or "start it, or look at its log"
+            problem = f"{missing} did not come within {self.patience_seconds:.0f} s (--join-timeout): {mend}"
             if presiding:
                 presiding.decide(problem, missing=True)
             else:
@@ -501,7 +509,19 @@ class _Join:
             self.said = now
             if not presiding:
                 missing = self._read("join/missing") or "rank 0"
-            say(self.worker, f"waiting for {missing}; giving up in {self.args.join_timeout - (now - self.began):.0f} s")
+            say(self.worker, f"waiting for {missing}; giving up in {self.patience_seconds - (now - self.began):.0f} s")
+
+
+def _on_local_disk(worker: Worker) -> str:
+    """What to do when nobody comes because a file:// is on a disk of this machine alone; empty where it is not."""
+    url = worker.layout.init_method
+    kind = url.startswith("file://") and meeting_file.local_file_system(Path(url.removeprefix("file://")))
+    if not kind or worker.layout.nodes == 1:
+        return ""
+    return (
+        f"{url} is on a disk of {socket.gethostname()} alone ({kind}), where no other machine looks: name a file in a "
+        "folder that all nodes share, or use tcp://HOST:PORT (or wait longer, if all are on this machine)"
+    )
 
 
 class _Presider:
@@ -513,6 +533,7 @@ class _Presider:
         self.waiting: dict[int, dict] = {}  # entry -> view, challenged but silent: perhaps a run that died
         self.alive: dict[int, dict] = {}  # rank -> view
         self.entries = 0
+        self.unseen: set[int] = set()  # entries whose view is not there yet; a process that died leaves one for ever
         self.heard_by = 0  # how many living processes there are to hear the verdict
         self.decided = False
         self.posted_missing = ""
@@ -521,12 +542,14 @@ class _Presider:
 
     def advance(self) -> None:
         """Take in new entries and answers, and decide when there is something to decide."""
-        for entry in range(self.entries + 1, self.store.add("join/entries", 0) + 1):
-            if not self.store.check([f"join/{entry}/view"]):
-                break
-            self.waiting[entry] = json.loads(self.store.get(f"join/{entry}/view"))
-            self.store.set(f"join/{entry}/challenge", self.token)
-            self.entries = entry
+        entries = self.store.add("join/entries", 0)
+        self.unseen |= set(range(self.entries + 1, entries + 1))
+        self.entries = entries
+        for entry in sorted(self.unseen):
+            if view := self.join._read(f"join/{entry}/view"):
+                self.unseen.remove(entry)
+                self.waiting[entry] = json.loads(view)
+                self.store.set(f"join/{entry}/challenge", self.token)
         for entry in list(self.waiting):
             if self.join._read(f"join/{entry}/response") == self.token:
                 self.heard_by += 1
@@ -543,13 +566,27 @@ class _Presider:
         problem = problem or _difference(mine, view, ("versions", "layout", "backend", "flags"))
         if not problem and view["rank"] in self.alive:
             problem = self._claimed_twice(self.alive[view["rank"]], view)
+        problem = problem or self._same_gpu(view)
         if problem:
             self.decide(problem)
         self.alive.setdefault(view["rank"], view)
 
     def _claimed_twice(self, first: dict, second: dict) -> str:
         places = " and ".join(f"{view['host']} (pid {view['pid']}, {view['source']})" for view in (first, second))
-        return f"rank {first['rank']} is claimed twice, by {places}: give every node a number -i/--node-rank of its own"
+        return (
+            f"rank {first['rank']} is claimed twice, by {places}: give every node a number of its own "
+            "(-i/--node-rank, or --distributed-rank)"
+        )
+
+    def _same_gpu(self, view: dict) -> str:
+        """Two ranks that each see one GPU may see the same: NCCL says little about that."""
+        for other in self.alive.values():
+            if view["gpu"] and view["gpu"] == other["gpu"] and view["rank"] != other["rank"]:
+                return (
+                    f"{_place(other)} and {_place(view)} have the same GPU, {view['device']}, {view['gpu']}: "
+                    "give each rank its own (CUDA_VISIBLE_DEVICES, --device-id), or share it with --oversubscribe"
+                )
+        return ""
 
     def missing(self) -> str:
         """The ranks that have not come, by node where the layout tells: 'node 1 (ranks 8 to 9)'."""
@@ -575,9 +612,15 @@ class _Presider:
             verdict["master"] = next(
                 (view["addresses"]["master"] for view in verdict["views"] if self._remote(view)), ""
             )
+            self._pass_over_the_dead()
             places = {rank: f"{view['host']} (pid {view['pid']})" for rank, view in self.alive.items()}
             self.store.set("join/closed", json.dumps(places))
         self.store.set(f"join/{self.token}/verdict", json.dumps(verdict))
+
+    def _pass_over_the_dead(self) -> None:
+        url = self.worker.layout.init_method
+        if url.startswith("file://") and (dead := len(self.waiting) + len(self.unseen)):
+            say(self.worker, f"{url} also holds {dead} processes of a run that has ended: they are passed over")
 
     def _remote(self, view: dict) -> bool:
         """Did this rank reach the master from outside, so that its word for the master's address counts?"""
@@ -612,3 +655,5 @@ def _leave(worker: Worker, store: dist.Store) -> None:
     while worker.is_main and store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     dist.destroy_process_group()
+    if worker.is_main and worker.layout.init_method.startswith("file://"):
+        Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
