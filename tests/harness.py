@@ -23,6 +23,8 @@ from common.layout import free_port, layout_from
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
 MNIST = ROOT / "mnist_ddp" / "mnist-distributed.py"
+FINETUNE = ROOT / "bert_ddp" / "bert-finetune.py"
+PREDICT = ROOT / "bert_ddp" / "bert-predict.py"
 TIMEOUT_SECONDS = 120
 
 

@@ -1,0 +1,239 @@
+"""Fine-tuning data: what is read, how it is cut into rows and batches, and what is said of bad input."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from bert_ddp import tasks
+from bert_ddp.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
+from common.batching import BatchPlan, plan_batches
+from common.errors import RunError, UserError
+from tests.harness import SHARED
+from tests.small_bert import save_conll, save_model, save_ner, sentences
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(save_model(tmp_path_factory.mktemp("model")))
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_conll_with_tabs_spaces_lone_tabs_and_docstart_lines(tmp_path):
+    path = write(
+        tmp_path / "a.conll", "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-org\nrejects VBZ B-VP O\n\t\nanna\tB-person\r\n"
+    )
+    found = list(tasks.read_conll(path))
+    assert [sentence.words for sentence in found] == [["EU", "rejects"], ["anna"]]
+    assert [sentence.tags for sentence in found] == [["B-org", "O"], ["B-person"]]
+    assert found[1].places == [f"{path}, line 6"]
+
+
+def test_conll_reads_back_what_was_written(tmp_path):
+    found = tasks.read_conll(save_conll(tmp_path / "a.conll", 30, seed=3))
+    assert [list(zip(one.words, one.tags, strict=True)) for one in found] == sentences(30, seed=3)
+
+
+def test_wnut17_is_read_whole():
+    path = SHARED / "wnut17" / "train.conll"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    found = list(tasks.read_conll(path))
+    assert len(found) == 3394
+    assert len({tag for sentence in found for tag in sentence.tags}) == 13
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl"])
+def test_texts_and_pairs_from_csv_tsv_and_jsonl(name, tmp_path):
+    table = [('it\'s "good", really', "second text", "yes"), ("two", "more", "no")]
+    if name.endswith("jsonl"):
+        lines = [json.dumps(dict(zip(("a", "b", "label"), row, strict=True))) for row in table]
+    elif name.endswith("csv"):
+        lines = ["a,b,label", '"it\'s ""good"", really",second text,yes', "two,more,no"]
+    else:
+        lines = ["a\tb\tlabel", *("\t".join(row) for row in table)]
+    path = write(tmp_path / name, "\n".join(lines))
+    found = tasks.read_texts(str(path), "train", ["a", "b"], None)
+    assert [(text.text, text.pair, text.label) for text in found] == table
+
+
+def test_a_datasets_folder_with_class_names_is_read_by_its_splits(tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        tokens=datasets.List(datasets.Value("string")), ner_tags=datasets.List(datasets.ClassLabel(names=["O", "B-x"]))
+    )
+    rows = {"tokens": [["one", "two"], ["three"]], "ner_tags": [[0, 1], [1]]}
+    for split in ("train", "validation"):
+        datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / f"{split}.parquet")
+    for role in ("train", "dev"):
+        assert [one.tags for one in tasks.read_sentences(f"hf:{tmp_path}", role)] == [["O", "B-x"], ["B-x"]]
+    with pytest.raises(UserError, match="but no test split: name a file with --test"):
+        tasks.read_sentences(f"hf:{tmp_path}", "test")
+
+
+def test_a_folder_gives_the_files_of_each_role_and_named_files_win(tmp_path):
+    save_ner(tmp_path, 3, 2, 2)
+    found = tasks.find_sources(str(tmp_path), {"test": "other.conll", "dev": None})
+    expected = {"train": str(tmp_path / "train.conll"), "dev": str(tmp_path / "dev.conll"), "test": "other.conll"}
+    assert found == expected
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("a.conll", "anna B-person\nben\n", "a.conll, line 2: 'ben' has no label"),
+    ("a.conll", "anna\t\n", "a.conll, line 1: 'anna' has no label"),
+    ("a.conll", "anna B-person\n\nben person\n", "a.conll, line 3: the label 'person' is no entity tag"),
+    ("a.conll", "anna B-person\nb\0n O\n", "a.conll, line 2: this is not a text file"),
+    ("a.conll", "\n\n", "a.conll holds no examples"),
+    ("a.jsonl", '{"tokens": ["a"], "tags": ["O", "O"]}', "a.jsonl, line 1: words and tags are not two lists"),
+    ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tok', "a.jsonl, line 2: this is no JSON"),
+    ("a.jsonl", '{"text": "a"}', "a.jsonl, line 1: there is no column tokens or words among text"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD)
+def test_what_is_wrong_with_tagged_words_is_said_with_file_and_line(name, text, message, tmp_path):
+    path = write(tmp_path / name, text)
+    with pytest.raises(UserError, match=message.replace("[", r"\[")) as error:
+        tasks.read_sentences(str(path), "train")
+    assert "\n" not in str(error.value)
+
+
+BAD_TEXTS = [
+    ("a.csv", "text,label\none,x\ntwo\n", "a.csv, line 3: fewer fields than the header's 2"),
+    ("a.csv", "text,label\none,x,y\n", "a.csv, line 2: more fields than the header's 2"),
+    ("a.csv", "text,label\none,\n", "a.csv, line 2: the label is missing"),
+    (
+        "a.csv",
+        "words,label\none,x\n",
+        "there is no column text or sentence or sentence1 among words, label.*--text-column",
+    ),
+    ("a.jsonl", '{"text": 3, "label": "x"}', "a.jsonl, line 1: column text is 3, which is no text"),
+    ("a.txt", "one", "--task classify reads .csv, .tsv, .json and .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD_TEXTS)
+def test_what_is_wrong_with_labelled_texts_is_said_with_file_and_line(name, text, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        tasks.read_texts(str(write(tmp_path / name, text)), "train", None, None)
+
+
+def test_a_file_that_is_no_utf8_text_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.conll").write_bytes(b"anna O\n\xff\xfe O\n")
+    with pytest.raises(UserError, match=r"a\.conll, line 2: this is not UTF-8 text"):
+        tasks.read_sentences(str(tmp_path / "a.conll"), "train")
+
+
+def test_a_label_unseen_in_training_is_named_with_its_line(tmp_path, tokenizer):
+    write(tmp_path / "train.conll", "anna B-person\nwent O\n")
+    write(tmp_path / "dev.conll", "went O\nberlin B-place\n")
+    with pytest.raises(UserError, match=r"dev\.conll, line 2: the label 'B-place' does not occur in the training data"):
+        tasks.load("ner", tasks.find_sources(str(tmp_path), {}), tokenizer, 32)
+
+
+def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # answers at once what else takes 20 s
+    with pytest.raises(RunError, match="hf:nobody/nothing") as error:
+        tasks.read_sentences("hf:nobody/nothing", "train")
+    assert "\n" not in str(error.value)
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_piece_of_each_word_has_its_label_and_no_word_is_lost(tokenizer):
+    long = [("xylophonist", "B-person"), *[("berlin", "B-place"), ("went", "O")] * 20, ("\u200d", "O")]
+    given = [tasks.Sentence(*zip(*pairs, strict=True), places=[""]) for pairs in ([("anna", "B-person")], long)]
+    names = ["O", "B-person", "B-place"]
+    found = tasks.encode_sentences(given, names, tokenizer, length=16)
+    assert found.rows.lengths.max() <= 16 and len(found.rows) > 3
+    kept = {}
+    for row in range(len(found.rows)):
+        batch = found.rows.batch(np.array([row]))
+        assert batch.tokens[0, 0] == tokenizer.cls_token_id and batch.tokens[0, -1] == tokenizer.sep_token_id
+        kept[row] = tasks.of_labelled(batch.labels[0].tolist(), batch.labels[0].tolist())
+    assert found.answers(kept, names) == [list(sentence.tags) for sentence in given]
+    assert found.rows.counts.sum() == 1 + len(long)
+
+
+def test_a_batch_is_padded_to_its_longest_row_only(tokenizer, tmp_path):
+    found = tasks.encode_sentences(list(tasks.read_conll(save_conll(tmp_path / "a", 9, 1))), NAMES, tokenizer, 32)
+    batch = found.rows.batch(np.array([2, 5, 7]))
+    lengths = found.rows.lengths[[2, 5, 7]]
+    assert batch.tokens.shape == (3, lengths.max())
+    assert batch.mask.sum(dim=1).tolist() == lengths.tolist()
+    assert ((batch.labels == tasks.IGNORE) | (batch.mask == 1)).all()
+
+
+NAMES = ["O", "B-person", "B-place", "I-place"]
+
+
+# --- batches balanced by tokens ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lengths():
+    return np.random.default_rng(0).integers(3, 120, size=203)
+
+
+def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
+    plan = BatchPlan(203, (20, 0, 12, 18))
+    samplers = [TokenBalancedSampler(plan, rank, 7, lengths, lengths - 2, None, 96) for rank in range(4)]
+    alone = TokenBalancedSampler(BatchPlan(203, (50,)), 0, 7, lengths, lengths - 2, None, 96)
+    for step, (parts, whole) in enumerate(zip(zip(*samplers, strict=True), alone, strict=True)):
+        assert sorted(row for part in parts for row in part) == sorted(whole)
+        assert samplers[3].global_count(step) == sum(lengths[whole] - 2) == alone.global_count(step)
+        assert parts[1] == []
+
+
+def test_tokens_with_padding_follow_the_shares_within_a_row(lengths):
+    falling = np.sort(lengths)[::-1]
+    shares = (3.0, 1.0, 2.0)
+    borders = cut_parts(falling, shares, None, 96)
+    cuts = cut_passes(falling, None, 96)
+    padded = np.repeat(falling[cuts[:-1]], np.diff(cuts))
+    for share, begin, end in zip(shares, borders[:-1], borders[1:], strict=True):
+        assert abs(padded[begin:end].sum() - padded.sum() * share / 6) <= falling[0]
+
+
+def test_passes_cost_no_more_than_any_cut_tried_by_hand():
+    falling = np.array([30, 28, 12, 11, 10, 10, 9, 9])
+
+    def cost(cuts):
+        return sum((end - begin) * falling[begin] + 20 for begin, end in pairwise(cuts))
+
+    found = cut_passes(falling, None, 20)
+    every = [[0, *(place for place in range(1, 8) if bits >> place & 1), 8] for bits in range(0, 256, 2)]
+    assert cost(found) == min(map(cost, every)) and found == [0, 2, 8]
+    assert max(np.diff(cut_passes(falling, 3, 20))) <= 3
+    assert cut_passes(np.array([]), None, 20) == [0, 0]
+
+
+def test_evaluation_takes_each_row_once_on_any_number_of_ranks(lengths):
+    for world_size in (1, 3, 7):
+        shards = [SortedShard(lengths, rank, world_size, 16) for rank in range(world_size)]
+        assert sorted(row for shard in shards for batch in shard for row in batch) == list(range(203))
+        tokens = [sum(lengths[row] for batch in shard for row in batch) for shard in shards]
+        assert max(tokens) - min(tokens) <= 2 * lengths.max()
+
+
+def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths):
+    plans = [plan_batches(203, 32, 4, weights) for weights in (None, [5, 1, 1, 1])]
+    for plan in plans:
+        sampler = TokenBalancedSampler(plan, 0, 1, lengths, lengths, None, 96)
+        sampler.set_epoch(2)
+        everyone = [sorted(row for rank in range(4) for row in sampler.part(step, rank)) for step in range(7)]
+        assert everyone == [sorted(sampler.order()[step * 32 : step * 32 + 32].tolist()) for step in range(7)]
