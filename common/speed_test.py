@@ -51,7 +51,9 @@ def _bf16_is_right(device: torch.device) -> str:
     return "ok" if error < 0.01 else f"a product is wrong by {error:.0%}"
 
 
-def all_reduce_times(device: torch.device, sizes: tuple[int, ...] = SIZES) -> list[dict]:
+def all_reduce_times(
+    device: torch.device, sizes: tuple[int, ...] = SIZES, budget_seconds: float = BUDGET_SECONDS
+) -> list[dict]:
     """Rows of bytes, ms and gb_per_second (bytes summed over the ranks, per second of the slowest rank).
 
     Every rank must call this. A size that would not fit in the budget has ms None and its expected_ms instead. All
@@ -59,7 +61,7 @@ def all_reduce_times(device: torch.device, sizes: tuple[int, ...] = SIZES) -> li
     """
     rows, spent, expected = [], 0.0, 0.0
     for size, following in zip(sizes, (*sizes[1:], 0), strict=True):
-        if spent + expected > BUDGET_SECONDS:
+        if spent + expected > budget_seconds:
             rows.append({"bytes": size, "ms": None, "gb_per_second": None, "expected_ms": round(expected * 1e3, 1)})
             took = expected
         else:
