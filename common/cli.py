@@ -12,6 +12,8 @@ NODE_FLAGS = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
     *("data_dir", "out_dir", "device", "oversubscribe", "tensorboard"),
+    # what they lead to is compared by fingerprint
+    *("corpus", "held_out_corpus", "vocab", "cache_dir", "data_workers", "init_from", "config_file"),
 }
 
 

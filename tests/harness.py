@@ -25,6 +25,7 @@ SHARED = ROOT.parent / "shared" / "data"
 MNIST = ROOT / "mnist_ddp" / "mnist-distributed.py"
 FINETUNE = ROOT / "bert_ddp" / "bert-finetune.py"
 PREDICT = ROOT / "bert_ddp" / "bert-predict.py"
+BERT = ROOT / "bert_ddp" / "bert-distributed.py"
 TIMEOUT_SECONDS = 120
 
 

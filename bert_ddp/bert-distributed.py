@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Pretrain BERT on text, on one process or on nodes with different numbers of GPUs.
+
+    bert-distributed.py                             # all GPUs of this machine, or its CPU, on text that Python brings
+    bert-distributed.py -n 2 -g 8,2 -i 0 --corpus 'books/*.txt'    # on the node with 8 GPUs; prints the next line
+    bert-distributed.py -n 2 -g 8,2 -i 1 --corpus 'books/*.txt' --master-addr NODE0      # on the node with 2
+    torchrun --nproc-per-node 4 bert-distributed.py                # any launcher
+
+The loss of every step and the held-out loss do not depend on which of these was typed.
+"""
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
+
+from bert_ddp import corpus
+from common import cli, launch
+from common.layout import Worker
+
+
+def flags() -> ArgumentParser:
+    parser = cli.parser(__doc__)
+    cli.add_batch_flags(parser, global_batch=256)
+    training = cli.add_training_flags(parser, epochs=40, lr=1e-4)
+    training.add_argument("--warmup-steps", type=cli.natural_int, default=0, metavar="S", help="steps of rising --lr")
+    training.add_argument("--decay-power", type=cli.positive_float, default=1.0, metavar="X", help="1: linear to 0")
+    training.add_argument("--mask-probability", type=cli.probability, default=0.15, metavar="P", help="of each token")
+    training.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
+    training.add_argument("--checkpoint-activations", action="store_true", help="compute twice, store less")
+    model = parser.add_argument_group("model")
+    names = ("tiny", "mini", "small", "base", "large")
+    model.add_argument("--preset", choices=names, default="base", help="sizes of Google's BERT models")
+    model.add_argument("--config-file", type=Path, metavar="JSON", help="a bert_config.json instead of --preset")
+    model.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the config's 0.1")
+    model.add_argument("--init-from", metavar="DIR", help="begin with a checkpoint's weights, as phase 2 does")
+    data = corpus.add_corpus_flags(parser)
+    data.add_argument(
+        "--data-workers", type=cli.natural_int, default=0, metavar="N", help="processes that make batches"
+    )
+    cli.add_output_flags(parser)
+    parser.set_defaults(unit="rows", eval_batch=64)
+    return parser
+
+
+if __name__ == "__main__":
+    # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
+    # as a module, so that it goes on below this line, and calls train() there.
+    launch.main(flags(), cli.check_training)
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from bert_ddp import model as bert
+from bert_ddp import rows
+from common import checkpoint, ddp, report
+from common.batching import micro_batches, plan_batches
+from common.ddp import reduce_gradients_if
+from common.metrics import Sums
+from common.precision import Precision
+from common.process_group import process_group
+from common.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.seeding import derive_seed
+
+
+def train(worker: Worker, args: Namespace) -> None:
+    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    with process_group(worker, args) as group:
+        device, precision = group.device, Precision(args.precision, group.device)
+
+        # Data. One item of the loader is this rank's part of one optimizer step: its cut of the global batch.
+        with group.first_on_node("making token rows"):
+            text = corpus.load(args, lambda line: report.say(worker, line), args.init_from)
+        group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
+        train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
+        plan = plan_batches(len(train_set), cli.global_batch(args, worker), worker.world_size, args.shares)
+        sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
+        loading = rows.loading(args.data_workers, device)
+        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=rows.as_is, **loading)
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
+        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=rows.as_is, **loading)
+
+        # Model. The seed gives every layout the same first weights.
+        torch.manual_seed(derive_seed(args.seed, "weights"))
+        net = bert.build(args, text.meta).to(device, precision.dtype)
+        optimizer = torch.optim.AdamW(bert.parameter_groups(net, args.weight_decay), args.lr, fused=True)
+        schedule_steps = plan.steps_per_epoch * args.epochs
+        decay = bert.warmup_and_decay(args.warmup_steps, schedule_steps, args.decay_power)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+
+        # Files. A checkpoint fits any layout, but only the run that it is of.
+        identity = {"data": f"{args.objective} {text.fingerprint}", "seed": args.seed}
+        identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
+        folder = report.open_folder(group, args, "bert")
+        step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
+        model = ddp.wrap(torch.compile(net) if args.compile else net, device)
+        ddp.settle_buckets(model, bert.sum_of(model(**train_set.__getitems__([]).to(device).inputs)))
+        progress = report.Report(group, args, plan, model.timer)
+
+        if args.eval_only:
+            progress.evaluation(step, **evaluate(net, test_loader, precision, device))
+            return
+
+        def write_extra(path: Path) -> None:  # with these, a checkpoint is a folder that from_pretrained reads
+            net.config.save_pretrained(path)
+            text.copy_tokenizer(path)
+
+        def save() -> None:
+            with progress.pause(), group.others_wait(f"rank 0 saving step {step}"):
+                if worker.is_main:
+                    state = {**identity, "layout": worker.layout.source, "shares": plan.shares}
+                    checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
+
+        total_steps = min(schedule_steps, args.max_steps or schedule_steps)
+        progress.open(folder, step, total_steps, data=text.describe())
+        while step < total_steps:
+            epoch, first_step = divmod(step, plan.steps_per_epoch)
+            sampler.set_epoch(epoch, first_step)
+            train_set.set_epoch(epoch)
+            masked_tokens = train_set.masked_in_steps(plan, sampler.order())  # of each step, over all ranks
+            for part in model.timer.steps(train_loader):
+                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                count = masked_tokens[step % plan.steps_per_epoch]
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)
+                for micro, is_last in micro_batches(part.to(device), args.micro_batch):
+                    with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
+                        with precision.autocast():
+                            logits, next_logits = model(**micro.inputs)
+                            micro_loss = cross_entropy(logits, micro.labels.flatten(), reduction="sum")
+                            if next_logits is not None:  # a mean over rows, beside the mean over masked tokens
+                                next_loss = cross_entropy(next_logits, micro.next_labels, reduction="sum")
+                                micro_loss = micro_loss + next_loss * (count / plan.global_count(step))
+                        # DDP averages over the ranks; a mean over the global batch needs sum / global_count.
+                        precision.backward(micro_loss * worker.world_size / count)
+                    loss_sum += micro_loss.detach()
+                lr = scheduler.get_last_lr()[0]
+                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                progress.step(step, loss_sum, lr, grad_norm, count)
+                if args.save_every and step % args.save_every == 0:
+                    save()
+                if step == total_steps:
+                    break
+            with progress.pause():
+                numbers = evaluate(net, test_loader, precision, device)
+            progress.evaluation(step, **numbers)
+            save()
+        progress.line(
+            f"held-out MLM loss {numbers['loss']:.4f}, unigram entropy {text.meta['unigram_entropy']:.4f} nats"
+        )
+        progress.summary(step, unigram_entropy=text.meta["unigram_entropy"])
+
+
+@torch.no_grad()
+def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, device: torch.device) -> dict[str, float]:
+    """MLM loss, perplexity and accuracy over the held-out rows' masked tokens, each counted once on any number of
+    ranks; with sentence pairs also the accuracy of the next sentence.
+
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
+    meet only once, in `reduce`. Every rank must call this.
+    """
+    net.eval()
+    sums = Sums("loss", "correct", "count", "next_correct", "rows", device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        with precision.autocast():
+            logits, next_logits = net(**batch.inputs)
+        labels = batch.labels.flatten()
+        loss_sum = cross_entropy(logits, labels, reduction="sum")
+        next_correct = 0 if next_logits is None else (next_logits.argmax(dim=1) == batch.next_labels).sum()
+        counted = (labels != rows.IGNORED).sum()
+        sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), counted, next_correct, len(batch))
+    net.train()
+    total = sums.reduce()
+    count = total["count"]
+    found = {"loss": total["loss"] / count, "accuracy": total["correct"] / count, "count": int(count)}
+    found["perplexity"] = math.exp(min(found["loss"], 700.0))
+    return found if net.bert.pooler is None else found | {"next_accuracy": total["next_correct"] / total["rows"]}

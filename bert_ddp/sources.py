@@ -1,0 +1,137 @@
+"""Where text comes from: files, folders and globs, data sets by name, and Python's own prose.
+
+A *document* is a block of lines between blank lines. Text is read in UTF-8, line by line, in bounded memory.
+"""
+
+import glob
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from common.errors import UserError
+
+PYTHON_DOCS = "python-docs"
+HDF5_SUFFIXES = (".hdf5", ".h5")
+LONGEST_DOCUMENT = 1 << 20  # characters; a longer block is cut, so that memory stays bounded
+ROWS_TO_LOOK_AT = 1000
+
+
+def find_files(corpus: Iterable[str]) -> list[Path]:
+    """The files that `--corpus` names, in a fixed order; data sets by name (`hf:...`) are not files.
+
+    A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError where a name means no file.
+    """
+    files: list[Path] = []
+    for name in corpus:
+        if name.startswith("hf:") or name == PYTHON_DOCS:
+            continue
+        path = Path(name)
+        if path.is_dir():
+            found = [file for file in path.rglob("*") if file.suffix in (".txt", *HDF5_SUFFIXES) and file.is_file()]
+        elif path.is_file():
+            found = [path]
+        else:
+            found = [Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file()]
+        if not found:
+            raise UserError(
+                f"--corpus {name} names no file: give a file, a folder with .txt or .hdf5 files below it, a glob in "
+                f"quotes, hf:NAME,CONFIG, or {PYTHON_DOCS}, which needs no download"
+            )
+        files += sorted(found)
+    return files
+
+
+def is_hdf5(files: list[Path]) -> bool:
+    """Are these shards of token rows and not text? Raises UserError for a mixture."""
+    shards = [file for file in files if file.suffix in HDF5_SUFFIXES]
+    if shards and len(shards) < len(files):
+        other = next(file for file in files if file.suffix not in HDF5_SUFFIXES)
+        raise UserError(f"--corpus names both HDF5 shards ({shards[0]}) and text ({other}): give one kind")
+    return bool(shards)
+
+
+def documents(corpus: Iterable[str], advance: Callable[[int], object] = lambda size: None) -> Iterator[str]:
+    """Every document of every source, in order; `advance(bytes)` is called along the way.
+
+    Raises UserError for what is not text, naming file and line.
+    """
+    for name in corpus:
+        if name == PYTHON_DOCS:
+            yield from _blocks(_python_docs())
+        elif name.startswith("hf:"):
+            yield from _from_datasets(name)
+        else:
+            for file in find_files([name]):
+                yield from _blocks(_lines(file, advance))
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[str]:
+    block: list[str] = []
+    size = 0
+    for line in lines:
+        text = line.strip()
+        if text:
+            block.append(text)
+            size += len(text)
+        if block and (not text or size > LONGEST_DOCUMENT):
+            yield "\n".join(block)
+            block, size = [], 0
+    if block:
+        yield "\n".join(block)
+
+
+def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
+    try:
+        with file.open("rb") as stream:
+            number = 0
+            while line := stream.readline(LONGEST_DOCUMENT):
+                number += 1
+                advance(len(line))
+                # a line longer than the limit may be cut inside a character: read on to its end
+                while line[-1] >= 0x80 and (more := stream.read(1)):
+                    line += more
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError:
+                    text = "\0"
+                if "\0" in text:
+                    raise UserError(f"--corpus {file}, line {number} is not UTF-8 text: convert it, or leave it out")
+                yield text
+    except OSError as error:
+        raise UserError(f"--corpus {file} cannot be read: {error.strerror}") from None
+
+
+def _python_docs() -> Iterator[str]:
+    """Half a megabyte of English that comes with Python: what `help("topics")` shows."""
+    from pydoc_data.topics import topics
+
+    for topic in topics.values():
+        yield from topic.splitlines()
+        yield ""
+
+
+def _from_datasets(name: str) -> Iterator[str]:
+    """`hf:NAME[,CONFIG[,SPLIT]]` from the hub or a folder. Its rows are lines where some are blank (wikitext), and
+    whole documents otherwise."""
+    import itertools
+
+    import datasets
+
+    path, *rest = name.removeprefix("hf:").split(",")
+    config, split = (*rest, None, None)[:2]
+    try:
+        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+        first = list(itertools.islice(iter(rows), ROWS_TO_LOOK_AT))
+    except Exception as error:  # whatever the network, the hub and its client come up with
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise UserError(
+            f"--corpus {name} could not be loaded ({reason[:200]}): check the name and the network, or give files"
+        ) from None
+    if first and "text" not in first[0]:
+        raise UserError(f"--corpus {name} has no column `text`, only {', '.join(first[0])}: give another data set")
+    lines_with_blanks = any(not row["text"].strip() for row in first)
+    for row in itertools.chain(first, itertools.islice(iter(rows), len(first), None)):
+        if lines_with_blanks:
+            break
+        yield from _blocks(row["text"].splitlines())
+    if lines_with_blanks:
+        yield from _blocks(line for row in rows for line in row["text"].splitlines() or [""])

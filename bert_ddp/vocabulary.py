@@ -1,0 +1,85 @@
+"""The vocabulary: from a `vocab.txt`, a tokenizer's folder or name, or trained on the corpus."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+ALPHABET = 1000  # the most frequent characters; words with others become [UNK]
+
+
+def load(name: str, lowercase: bool = True) -> "PreTrainedTokenizerFast":
+    """The tokenizer that `--vocab NAME` means: a `vocab.txt`, a folder, or a name on the hub.
+
+    Raises UserError where there is none, or where it lacks a special token that BERT needs.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(name).is_file():
+        return from_words(_read_words(Path(name)), lowercase)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever the network, the hub and its client come up with
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--vocab {name} is no file, no tokenizer's folder, and no name that the hub knows or answers to ({reason}): "
+            "give a vocab.txt, or leave it out to train one on the corpus"
+        ) from None
+    for token in ("mask", "cls", "sep", "pad", "unk"):
+        if getattr(tokenizer, f"{token}_token_id") is None:
+            raise UserError(f"--vocab {name} has no {token} token: give a vocabulary that was made for BERT")
+    return tokenizer
+
+
+def _read_words(path: Path) -> list[str]:
+    words: list[str] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            word = line.decode().strip()
+        except UnicodeDecodeError:
+            raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
+        if word in seen:
+            raise UserError(f"--vocab {path}, line {number}: {word!r} stands on line {seen[word]} already: keep one")
+        seen[word] = number
+        words.append(word)
+    for token in SPECIAL:
+        if token not in seen:
+            raise UserError(f"--vocab {path} has no {token} on any of its {len(words)} lines: add it, one word a line")
+    return words
+
+
+def from_words(words: list[str], lowercase: bool) -> "PreTrainedTokenizerFast":
+    """BERT's tokenizer over these words, numbered in their order."""
+    from transformers import BertTokenizerFast
+
+    return BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}, do_lower_case=lowercase)
+
+
+def train(texts: Callable[[], Iterable[str]], size: int, lowercase: bool) -> "PreTrainedTokenizerFast":
+    """WordPiece of at most `size` words, learnt from `texts()`, which is read twice.
+
+    The same texts give the same words. The library alone would not: it numbers the characters as they come out of
+    a hash table, and the numbers decide between equally frequent pairs. So the characters go in first, in order.
+    """
+    from tokenizers.trainers import WordPieceTrainer
+
+    backend = from_words(SPECIAL, lowercase).backend_tokenizer
+    characters: Counter[str] = Counter()
+    for text in texts():
+        characters.update(backend.normalizer.normalize_str(text))
+    frequent = sorted(characters, key=lambda character: (-characters[character], character))
+    alphabet = sorted(character for character in frequent[:ALPHABET] if not character.isspace())
+    first = [*SPECIAL, *alphabet, *(f"##{character}" for character in alphabet)]
+    trainer = WordPieceTrainer(
+        vocab_size=max(size, len(first)), special_tokens=first, limit_alphabet=ALPHABET, show_progress=False
+    )
+    backend.train_from_iterator(texts(), trainer)
+    words = backend.get_vocab()
+    return from_words(sorted(words, key=words.get), lowercase)
