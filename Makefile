@@ -17,7 +17,7 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download
 	$(BIN)/python launch_scripts/play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu \
-	    --dataset digits --epochs 30 --out-dir $(RUN)
+	    --dataset digits --global-batch 64 --epochs 10 --out-dir $(RUN)
 
 test: .venv  ## all that needs neither root nor a GPU nor a network
 	$(BIN)/python -m pytest
