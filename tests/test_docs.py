@@ -1,0 +1,83 @@
+"""Every command, path and link in README, docs and launch_scripts is true."""
+
+import re
+import shlex
+
+import pytest
+
+from common import launch
+from tests.harness import ROOT
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
+TRAINERS = {path.name: path for path in ROOT.glob("*_ddp/*-*.py")}
+FOLDERS = ("mnist_ddp", "bert_ddp", "common", "launch_scripts", "tests", "docs", "benchmarks", r"\.ci")
+
+
+def code(document) -> list[str]:
+    """The lines of a document's code blocks, indented or fenced, and its inline code; continued lines joined."""
+    text = document.read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"^    .*$", text, re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", text)
+    blocks = "\n".join([*fenced, *indented]).replace("\\\n", " ")
+    return [line.strip() for line in [*blocks.splitlines(), *inline]]
+
+
+def commands(document) -> list[tuple[str, list[str]]]:
+    """(trainer's name, flags) of each command line that starts one of our programs."""
+    found = []
+    for line in code(document):
+        match = re.search(r"(?:^|[\s/])((?:mnist|bert|prepare)-[a-z]+\.py)(\s+-.*)?$", line.partition("  #")[0])
+        if match and match[2] and "..." not in match[2] and "|" not in match[2]:
+            found.append((match[1], shlex.split(match[2])))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_and_link_exists(document):
+    text = document.read_text()
+    paths = set(re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)", text))
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_names_flags_that_its_program_takes(document):
+    for name, flags in commands(document):
+        parser = launch.flags_of(TRAINERS[name])
+        known = {option for action in parser._actions for option in action.option_strings}
+        named = [flag.partition("=")[0] for flag in flags if re.match(r"--?[a-z]", flag)]
+        unknown = [flag for flag in named if flag not in known]
+        assert not unknown, f"{name} {' '.join(flags)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_and_module_exists(document):
+    targets = set(re.findall(r"^([\w-]+|\.venv):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in code(document):
+        if match := re.match(r"make ([\w.-]+)$", line):
+            assert match[1] in targets, line
+        if match := re.search(r"-m common\.(\w+)", line):
+            assert (ROOT / "common" / f"{match[1]}.py").exists(), line
+
+
+def test_the_readme_names_every_module_of_common():
+    text = (ROOT / "README.md").read_text()
+    modules = [path.name for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in modules if f"common/{name}" not in text] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_launch_script_has_a_header_and_no_fixed_address(script):
+    lines = script.read_text().splitlines()
+    assert lines[1].startswith(("#", '"""')), "line 2 says where to run it"
+    fixed = [line for line in lines if re.search(r"\b(?!127\.0|0\.0)\d+\.\d+\.\d+\.\d+\b|/home/|/root/", line)]
+    assert not fixed
+
+
+def test_commands_are_found_at_all():
+    """The tests above can fail: the README holds commands and they are recognised."""
+    assert ("mnist-distributed.py", ["-n", "2", "-g", "8,2", "-i", "0"]) in commands(ROOT / "README.md")
