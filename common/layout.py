@@ -36,6 +36,7 @@ class Layout:
     gpus_per_node: tuple[int, ...] | None = None  # (8, 2); None where a launcher does not tell
     spawn: bool = True  # start local_world_size processes; False: this process is the only worker here
     launched: bool = False  # by an outer launcher: this process is one of its workers and ends with it
+    one_terminal: bool = False  # the launcher shows the lines of all nodes in one place
     init_method: str = ""  # tcp://host:port or file:///path
     meeting: tuple[str, str] = ("--master-addr", "--master-port")  # who said host and port, for messages
     problem: str = ""  # known on this node alone: the join tells it to every node, and nobody waits
@@ -141,7 +142,7 @@ def from_openmpi(flags: Namespace, environ: Mapping[str, str]) -> Layout | None:
     _refuse_half_set(environ, names, "mpirun")
     job = "".join(filter(str.isdigit, environ.get("PMIX_NAMESPACE", ""))) or "0"
     init_method = _meeting_of_mpi(flags, environ, names, "-x MASTER_ADDR=HOST", _job_port(int(job)))
-    return _launched(flags, environ, "Open MPI's mpirun", names, init_method=init_method)
+    return _launched(flags, environ, "Open MPI's mpirun", names, init_method=init_method, one_terminal=True)
 
 
 def from_mpich(flags: Namespace, environ: Mapping[str, str]) -> Layout | None:
@@ -152,7 +153,7 @@ def from_mpich(flags: Namespace, environ: Mapping[str, str]) -> Layout | None:
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     _refuse_half_set(environ, names, "mpiexec")
     init_method = _meeting_of_mpi(flags, environ, names, "-genv MASTER_ADDR HOST", DEFAULT_MASTER_PORT)
-    return _launched(flags, environ, "MPICH's mpiexec", names, init_method=init_method)
+    return _launched(flags, environ, "MPICH's mpiexec", names, init_method=init_method, one_terminal=True)
 
 
 def from_slurm(flags: Namespace, environ: Mapping[str, str]) -> Layout | None:
@@ -173,7 +174,8 @@ def from_slurm(flags: Namespace, environ: Mapping[str, str]) -> Layout | None:
         flags,
         environ,
         "srun",
-        ("SLURM_PROCID", size, "SLURM_LOCALID", ""),
+        one_terminal=True,
+        names=("SLURM_PROCID", size, "SLURM_LOCALID", ""),
         local_world_size=_slurm_tasks_here(environ),
         node_rank=_number(environ, "SLURM_NODEID", default=0),
         nodes=_number(environ, "SLURM_STEP_NUM_NODES", default=0),

@@ -56,6 +56,7 @@ class Group:
     views: list[dict]  # by rank
     store: dist.Store
     work_timeout_seconds: float
+    address: str  # where rank 0 met the others: tcp://host:port or file:///path
     turns: dict[str, int] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -148,7 +149,7 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
     device, backend, problem = prepare(worker, args)
     joined = join(worker, args, device, backend, problem)
     connect(worker, args, device, backend, joined)
-    yield Group(worker, device, backend, joined.views, joined.store, args.work_timeout)
+    yield Group(worker, device, backend, joined.views, joined.store, args.work_timeout, _address(worker, joined))
     _leave(worker, joined.store)
 
 
@@ -201,6 +202,11 @@ def connect(worker: Worker, args: Namespace, device: torch.device, backend: str,
         timeout=timedelta(seconds=args.timeout),
         device_id=device if backend == "nccl" else None,
     )
+
+
+def _address(worker: Worker, joined: Joined) -> str:
+    """Where the ranks have met; where rank 0 listens on all of its addresses, the one that the others reach."""
+    return worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
 
 
 # --- device and backend -----------------------------------------------------------------------------------------

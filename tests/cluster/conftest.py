@@ -182,3 +182,57 @@ def ssh_config(hosts: Hosts) -> Path:
     hosts.services |= hosts.processes()
     yield Path(script("sshd.sh", "config"))
     script("sshd.sh", "stop")
+
+
+# --- the table of docs/launchers.md ------------------------------------------------------------------------------
+
+DOCUMENT = ROOT / "docs" / "launchers.md"
+
+
+class Table:
+    """Which launcher has trained which model on which layout, in this run."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], dict[str, bool]] = {}
+
+    @contextlib.contextmanager
+    def row(self, launcher: str, layout: str, model: str = "MNIST"):
+        """The body trains and checks; the row gets its tick when nothing was raised."""
+        models = self.rows.setdefault((launcher, layout), {})
+        models[model] = False
+        yield
+        models[model] = True
+
+    def lines(self) -> list[str]:
+        marks = {True: "✓", False: "failed", None: ""}
+        lines = [
+            "| launcher | layout | MNIST, losses of `-g 1` | BERT, losses of `-g 1` |",
+            "| --- | --- | --- | --- |",
+        ]
+        for (launcher, layout), models in self.rows.items():
+            ticks = " | ".join(marks[models.get(model)] for model in ("MNIST", "BERT"))
+            lines.append(f"| {launcher} | {layout} | {ticks} |")
+        return lines
+
+
+_table = Table()
+
+
+@pytest.fixture(scope="session")
+def table() -> Table:
+    return _table
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if not _table.rows:
+        return
+    terminalreporter.section("launchers and layouts that have trained")
+    for line in _table.lines():
+        terminalreporter.write_line(line)
+    if os.environ.get("UNEVEN_WRITE_TABLE") == "1":
+        text = DOCUMENT.read_text()
+        before, _, rest = text.partition("<!-- table -->\n")
+        _, _, after = rest.partition("<!-- end of table -->\n")
+        table = "".join(f"{line}\n" for line in _table.lines())
+        DOCUMENT.write_text(f"{before}<!-- table -->\n{table}<!-- end of table -->\n{after}")
+        terminalreporter.write_line(f"written to {DOCUMENT}")

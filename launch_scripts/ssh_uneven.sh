@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Every node of a list from one terminal, over ssh: their lines with the node's name, and one end for all.
+# Run it once, on any machine that reaches the nodes by ssh:
+#   launch_scripts/ssh_uneven.sh NODE0:8,NODE1:2 TRAINER [FLAGS...]
+# The checkout is at the same path on every node. The first node is the master, under its name in the list;
+# MASTER_ADDR names another address of it. SSH_CONFIG names a configuration file for ssh.
+set -euo pipefail
+usage='usage: ssh_uneven.sh HOST:GPUS,HOST:GPUS TRAINER [FLAGS...]'
+list=${1:?$usage}; trainer=${2:?$usage}; shift 2
+nodes=(${list//,/ })
+gpus=$(IFS=,; echo "${nodes[*]##*:}")
+address=${MASTER_ADDR:-${nodes[0]%%:*}}
+ssh=(ssh -o BatchMode=yes ${SSH_CONFIG:+-F "$SSH_CONFIG"})
+
+# On the node: the command in a session of its own, ended as a whole when the input that ssh carries ends.
+far='exec 3<&0; setsid "$@" </dev/null 3<&- & node=$!
+  { cat <&3; kill -TERM -- "-$node"; sleep 12; kill -KILL -- "-$node"; } >/dev/null 2>&1 &
+  wait "$node"'
+
+# Here: fd 9 is the only writer of that input. It closes when this script ends, however it ends.
+pipes=$(mktemp -d); mkfifo "$pipes/hold" "$pipes/codes"
+exec 9<>"$pipes/hold" 7<"$pipes/hold" 8<>"$pipes/codes"; rm -r "$pipes"
+trap 'exec 9>&-; interrupted=130' INT TERM
+
+for index in "${!nodes[@]}"; do
+  host=${nodes[$index]%%:*}
+  command=(env ${OMP_NUM_THREADS:+OMP_NUM_THREADS="$OMP_NUM_THREADS"} "${PYTHON:-python3}" "$trainer"
+    -n "${#nodes[@]}" -g "$gpus" -i "$index" --master-addr "$address" --master-port "${MASTER_PORT:-29500}" "$@")
+  remote="cd $(printf %q "$PWD") && exec bash -c $(printf %q "$far") node$(printf ' %q' "${command[@]}")"
+  { "${ssh[@]}" "$host" "$remote" <&7 && echo 0 >&8 || echo $? >&8; } 9>&- 2>&1 |
+    while IFS= read -r line; do printf '%s | %s\n' "$host" "$line"; done 9>&- &
+done
+
+failed=0 ended=0
+while ((ended < ${#nodes[@]})); do # the first that fails ends the others
+  read -r -t 1 code <&8 || continue
+  ended=$((ended + 1))
+  if ((code != 0 && failed == 0)); then failed=$code; exec 9>&-; fi
+done
+wait
+exit "${interrupted:-$failed}"

@@ -1,0 +1,248 @@
+"""Every launcher and layout, for real: the loss of each step is that of one process, to 1e-9, in float64.
+
+Each test is a row of the table in docs/launchers.md: a tick is a training that has happened.
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import PYTHON, STATE, needs
+from tests.harness import MNIST, losses
+
+
+def words(text: str) -> list[str]:
+    """A part of a command line as a person types it."""
+    return text.split()
+
+
+TRAINING = words("--dataset digits --precision fp64 --max-steps 6 --global-batch 110 --device cpu --join-timeout 90")
+PORT = 29611
+MASTER = "10.77.0.1"
+
+
+@pytest.fixture(scope="module")
+def reference(hosts):
+    """The loss of every step on one process."""
+    folder = STATE / "reference"
+    result = hosts.run("nodea", "python", MNIST, "-n", 1, "-g", 1, "-i", 0, *TRAINING, "--out-dir", folder)
+    assert result.code == 0, result.output
+    return losses(folder)
+
+
+@pytest.fixture
+def trains(hosts, table, reference, tmp_path):
+    """`trains(launcher, layout, started...)` waits for commands under way and ticks their row if they trained.
+
+    `tmp_path` is where the commands must write: trainer() says so.
+    """
+
+    def check(launcher: str, layout: str, *started) -> None:
+        with table.row(launcher, layout):
+            results = hosts.together(*started)
+            for result in results:
+                assert result.code == 0, "\n".join(other.output for other in results)
+            assert losses(tmp_path / "run") == pytest.approx(reference, abs=1e-9, rel=0)
+
+    return check
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """The trainer's command behind any launcher, with its flags."""
+    return ["python", MNIST, *TRAINING, "--out-dir", tmp_path / "run"]
+
+
+@pytest.fixture
+def program(trainer):
+    """The same for launchers that look for the program themselves."""
+    return [PYTHON, *trainer[1:]]
+
+
+# --- the project's own flags -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", ["1", "4", "3,1", "2,1,1"])
+def test_own_flags(gpus, hosts, trains, trainer):
+    sizes = gpus.split(",")
+    nodes = []
+    for number in range(len(sizes)):
+        layout = ["-n", len(sizes), "-g", gpus, "-i", number, "--master-port", PORT]
+        address = ["--master-addr", MASTER] if number else []
+        nodes.append(hosts.on("nodeb" if number else "nodea", *trainer, *layout, *address))
+    trains("-n, -g, -i", gpus.replace(",", "+"), *nodes)
+
+
+# --- HetSeq's flags ----------------------------------------------------------------------------------------------
+
+
+def test_hetseq_one_gpu(hosts, trains, trainer):
+    node = hosts.on("nodea", *trainer, *words("--distributed-world-size 1 --device-id 1"))
+    trains("HetSeq's flags", "1, `--device-id 1`", node)
+
+
+def test_hetseq_one_node(hosts, trains, trainer):
+    trains("HetSeq's flags", "4 on one node", hosts.on("nodea", *trainer, *words("--distributed-world-size 4")))
+
+
+def hetseq(hosts, trainer, url: str, gpus: int, first_ranks: list[int], *more: object) -> list:
+    return [
+        hosts.on(
+            "nodea" if rank < 3 else "nodeb",
+            *trainer,
+            *("--distributed-init-method", url, "--distributed-world-size", 4),
+            *("--distributed-gpus", 1 if gpus == 3 and rank == 3 else gpus, "--distributed-rank", rank, *more),
+        )
+        for rank in first_ranks
+    ]
+
+
+URLS = [f"tcp://{MASTER}:{PORT}", f"file://{STATE}/tmp/meeting"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_hetseq_four_nodes(url, hosts, trains, trainer):
+    trains("HetSeq's flags", f"1+1+1+1, `{url[:7]}`", *hetseq(hosts, trainer, url, 1, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("url", [*URLS, f"tcp://[fd77::1]:{PORT}", f"tcp://nodea:{PORT}"])
+def test_hetseq_uneven(url, hosts, trains, trainer):
+    kind = {"[": "`tcp://`, IPv6", "n": "`tcp://`, host name"}.get(url[6], f"`{url[:7]}`")
+    trains("HetSeq's flags", f"3+1, {kind}", *hetseq(hosts, trainer, url, 3, [0, 3]))
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_hetseq_uneven_without_spawn(url, hosts, trains, trainer):
+    started = [
+        *hetseq(hosts, trainer, url, 3, [0, 1, 2], "--distributed-no-spawn"),
+        *hetseq(hosts, trainer, url, 1, [3], "--distributed-no-spawn"),
+    ]
+    trains("HetSeq's flags", f"3+1, `{url[:7]}`, no spawn", *started)
+
+
+def test_env_says_where_to_meet(hosts, trains, trainer):
+    meeting = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(PORT)}
+    layout = words("--distributed-init-method env:// --distributed-world-size 4")
+    first = hosts.on("nodea", *trainer, *layout, *words("--distributed-gpus 3 --distributed-rank 0"), **meeting)
+    second = hosts.on("nodeb", *trainer, *layout, *words("--distributed-gpus 1 --distributed-rank 3"), **meeting)
+    trains("HetSeq's flags", "3+1, `env://`", first, second)
+
+
+# --- torchrun and its kin ----------------------------------------------------------------------------------------
+
+
+def test_torchrun_standalone(hosts, trains, trainer):
+    launcher = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
+    trains("torchrun", "4, `--standalone`", hosts.on("nodea", *launcher, *trainer[1:]))
+
+
+def test_torchrun_static(hosts, trains, trainer):
+    meeting = ["--nnodes", 2, "--master-addr", MASTER, "--master-port", PORT]
+    nodes = [
+        hosts.on(
+            host,
+            *("python", "-m", "torch.distributed.run", *meeting, "--node-rank", number, "--nproc-per-node", processes),
+            *trainer[1:],
+        )
+        for number, (host, processes) in enumerate([("nodea", 3), ("nodeb", 1)])
+    ]
+    trains("torchrun", "3+1, static", *nodes)
+
+
+def test_torchrun_c10d(hosts, trains, trainer):
+    meeting = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{MASTER}:{PORT}", "--rdzv-id", "uneven"]
+    nodes = [
+        hosts.on(host, "python", "-m", "torch.distributed.run", *meeting, "--nproc-per-node", processes, *trainer[1:])
+        for host, processes in [("nodea", 3), ("nodeb", 1)]
+    ]
+    trains("torchrun", "3+1, c10d", *nodes)
+
+
+def test_torch_distributed_launch(hosts, trains, trainer):
+    nodes = [
+        hosts.on(
+            host,
+            *("python", "-m", "torch.distributed.launch", f"--nproc_per_node={processes}", "--nnodes=2"),
+            *(f"--node_rank={number}", f"--master_addr={MASTER}", f"--master_port={PORT}"),
+            *trainer[1:],
+        )
+        for number, (host, processes) in enumerate([("nodea", 3), ("nodeb", 1)])
+    ]
+    trains("torch.distributed.launch", "3+1", *nodes)
+
+
+def test_accelerate(hosts, trains, trainer):
+    # it divides --num_processes evenly by the machines, and calls several processes --multi_gpu, also on CPUs
+    options = words(f"--multi_gpu --num_processes 4 --num_machines 2 --main_process_ip {MASTER} --mixed_precision no")
+    nodes = [
+        hosts.on(
+            host,
+            *("python", "-m", "accelerate.commands.launch", *options, "--machine_rank", number),
+            *("--main_process_port", PORT, "--dynamo_backend", "no", *trainer[1:]),
+        )
+        for number, host in enumerate(["nodea", "nodeb"])
+    ]
+    trains("accelerate launch", "2+2", *nodes)
+
+
+# --- Slurm -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("4", "-N1 -n4"),
+        ("3+1", "-N2 -n4"),
+        ("3+1, heterogeneous step", "-N1 -n3 --gres=gpu:3 : -N1 -n1 --gres=gpu:1"),
+        ("3+1, `-m cyclic`", "-N2 -n4 -m cyclic"),
+        ("3+1, one GPU visible to each task", "-N2 -n4 --gpus-per-task=1"),
+        ("1+3, rank 0 on the second host", "-w nodeb -n1 : -w nodea -n3"),
+    ],
+)
+def test_srun(layout, options, slurm, trains, program):
+    trains("srun", layout, slurm("timeout", 100, "srun", "-K", *of_each_part(options, program)))
+
+
+def of_each_part(options: str, program: list) -> list:
+    """srun's parts, each with its program: `OPTIONS PROGRAM : OPTIONS PROGRAM`."""
+    parts = [[*part.split(), *program] for part in options.split(" : ")]
+    return [word for part in parts[:-1] for word in (*part, ":")] + parts[-1]
+
+
+def test_srun_with_a_host_file(slurm, trains, program):
+    order = STATE / "tmp" / "order"
+    order.write_text("nodeb\nnodea\nnodea\nnodea\n")
+    started = slurm("timeout", 100, "srun", "-K", "-m", "arbitrary", "-n4", *program, SLURM_HOSTFILE=str(order))
+    trains("srun", "1+3, host file", started)
+
+
+def test_sbatch(slurm, trains, program, tmp_path):
+    script = tmp_path / "job.sbatch"
+    command = shlex.join(map(str, program))
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output={tmp_path}/job.log\nsrun -K {command}\n")
+    trains("sbatch", "3+1", slurm("timeout", 100, "sbatch", "--wait", script))
+
+
+# --- MPI ---------------------------------------------------------------------------------------------------------
+
+
+def openmpi(ssh_config: Path) -> list:
+    ssh = ["--mca", "plm_rsh_args", f"-F {ssh_config}"]
+    return ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *ssh]
+
+
+@pytest.mark.parametrize(("layout", "where"), [("4", "nodea:4"), ("3+1", "nodea:3,nodeb:1")])
+def test_openmpi(layout, where, hosts, ssh_config, trains, program):
+    needs("mpirun.openmpi")
+    address = ["-x", f"MASTER_ADDR={MASTER}"] if "nodeb" in where else []
+    command = [*openmpi(ssh_config), "--host", where, "-np", 4, *address, *program]
+    trains("Open MPI", layout, hosts.on("nodea", *command))
+
+
+@pytest.mark.parametrize(("layout", "where"), [("4", "nodea:4"), ("3+1", "nodea:3,nodeb:1")])
+def test_mpich(layout, where, hosts, ssh_config, trains, program):
+    needs("mpiexec.hydra")
+    address = ["-genv", "MASTER_ADDR", MASTER] if "nodeb" in where else []
+    command = ["mpiexec.hydra", "-launcher", "ssh", "-hosts", where, "-n", 4, *address, *program]
+    trains("MPICH", layout, hosts.on("nodea", *command, HYDRA_LAUNCHER_EXTRA_ARGS=f"-F {ssh_config}"))
