@@ -119,7 +119,7 @@ def train(worker: Worker, args: Namespace) -> None:
         progress.open(folder, step, total_steps, data=text.describe())
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
-            sampler.set_epoch(epoch, first_step)
+            sampler.set_epoch(epoch, skip_steps=first_step)
             train_set.set_epoch(epoch)
             masked_tokens = train_set.masked_in_steps(plan, sampler.order())  # of each step, over all ranks
             for part in model.timer.steps(train_loader):

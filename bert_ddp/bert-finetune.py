@@ -137,7 +137,7 @@ def train(worker: Worker, args: Namespace) -> None:
         progress.open(folder, step, total_steps, task=f"{args.task} from {source}", data=data.facts)
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
-            sampler.set_epoch(epoch, first_step)
+            sampler.set_epoch(epoch, skip_steps=first_step)
             for part in model.timer.steps(train_loader):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = sampler.global_count(step)  # labelled tokens or rows, on all ranks

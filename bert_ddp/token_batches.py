@@ -106,7 +106,7 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         return rows[borders[rank] : borders[rank + 1]]
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.first_step, self.plan.steps_per_epoch):
+        for step in range(self.skip_steps, self.plan.steps_per_epoch):
             yield self.part(step, self.rank).tolist()
 
 

@@ -18,16 +18,31 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def wrap(model: torch.nn.Module, device: torch.device) -> DistributedDataParallel:
+def wrap(model: torch.nn.Module, device: torch.device, compiled: bool = False) -> DistributedDataParallel:
     """`model` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this."""
     wrapped = DistributedDataParallel(
-        model,
+        CompiledUnlessEmpty(model) if compiled else model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
     wrapped.timer = StepTimer(device)
     wrapped.register_comm_hook(wrapped.timer, _all_reduce)
     return wrapped
+
+
+class CompiledUnlessEmpty(torch.nn.Module):
+    """torch.compile's version of a model, and the model itself for a batch of zero rows.
+
+    Compiled code is specialised on sizes, and on a size of 0 some of it is wrong (convolutions in torch 2.15).
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+        self.compiled = torch.compile(model.forward)
+
+    def forward(self, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return self.compiled(first, *others) if len(first) else self.model(first, *others)
 
 
 def settle_buckets(model: DistributedDataParallel, loss: torch.Tensor) -> None:

@@ -17,17 +17,17 @@ class UnevenDistributedSampler(Sampler):
     """For each optimizer step of an epoch, the indices of this rank's part; possibly none.
 
     The epoch's order is a permutation of (seed, epoch) alone, so every layout sees the same global batches.
-    Call `set_epoch` before each epoch, as with torch's DistributedSampler; `first_step` skips the steps that
-    a resumed run has already done, without loading their samples.
+    Call `set_epoch` before each epoch, as with torch's DistributedSampler; `skip_steps` are those
+    that a resumed run has already done, without loading their samples.
     """
 
     def __init__(self, plan: BatchPlan, rank: int, seed: int, shuffle: bool = True):
         self.plan, self.rank, self.seed, self.shuffle = plan, rank, seed, shuffle
-        self.epoch = self.first_step = 0
+        self.epoch = self.skip_steps = 0
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Draw the order of epoch `epoch`, beginning at step `first_step` of it."""
-        self.epoch, self.first_step = epoch, first_step
+    def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
+        """Draw the order of epoch `epoch`, and skip the first `skip_steps` steps of it."""
+        self.epoch, self.skip_steps = epoch, skip_steps
 
     def order(self) -> torch.Tensor:
         """This epoch's order of samples, the same on every rank: int64 (samples,)."""
@@ -38,12 +38,12 @@ class UnevenDistributedSampler(Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
-        for step in range(self.first_step, self.plan.steps_per_epoch):
+        for step in range(self.skip_steps, self.plan.steps_per_epoch):
             part = self.plan.part(step, self.rank)
             yield order[part.start : part.stop].tolist()
 
     def __len__(self) -> int:
-        return self.plan.steps_per_epoch - self.first_step
+        return self.plan.steps_per_epoch - self.skip_steps
 
 
 class EvaluationSampler(Sampler):

@@ -2,11 +2,12 @@
 """Train a small network on MNIST, on one process or on nodes with different numbers of GPUs.
 
     mnist-distributed.py                            # all GPUs of this machine, or its CPU
-    mnist-distributed.py -n 2 -g 8,2 -i 0           # on the node with 8 GPUs; prints the next line
-    mnist-distributed.py -n 2 -g 8,2 -i 1 --master-addr NODE0      # on the node with 2
+    mnist-distributed.py -n 2 -g 8,2 -i 0           # 2 nodes with 8 and 2 GPUs; this is node 0, the master
+    mnist-distributed.py -n 2 -g 8,2 -i 1 --master-addr NODE0      # this is node 1; node 0 prints this line
     torchrun --nproc-per-node 4 mnist-distributed.py               # any launcher
 
-The loss of every step and the accuracy, about 99.2 %, do not depend on which of these was typed.
+The loss of every step and the accuracy, about 99.2 %, do not depend on which of these was typed. (A model with
+dropout draws other noise on another layout; everything else stays the same.)
 """
 
 import sys
@@ -25,19 +26,19 @@ def flags() -> ArgumentParser:
     training = cli.add_training_flags(parser, epochs=3, lr=8e-3)
     training.add_argument("--label-smoothing", type=cli.probability, default=0.05, help="in training")
     training.add_argument("--target-accuracy", type=cli.percent, metavar="P", help="stop at this test accuracy, in %%")
-    data = parser.add_argument_group("data")
+    data_flags = parser.add_argument_group("data")
     names = ("mnist", "fashion-mnist", "kmnist", "digits")
-    data.add_argument("--dataset", choices=names, default="mnist", help="digits needs no download")
-    data.add_argument(
-        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="found here, or downloaded here"
+    data_flags.add_argument("--dataset", choices=names, default="mnist", help="digits needs no download")
+    data_flags.add_argument(
+        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="looks and downloads here"
     )
     cli.add_output_flags(parser)
     return parser
 
 
 if __name__ == "__main__":
-    # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
-    # as a module, so that it goes on below this line, and calls train() there.
+    # A wrong flag is answered before torch is imported. This call does not return: it starts the workers, each of
+    # which loads this file as a module, goes on below this line, and enters train().
     launch.main(flags(), cli.check_training)
 
 import torch
@@ -61,7 +62,9 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, args) as group:
         device, precision = group.device, Precision(args.precision, group.device)
 
-        # Data. One item of the loader is this rank's part of one optimizer step: its cut of the global batch.
+        # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4; an epoch's last batch
+        # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer
+        # step, perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
         with group.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
@@ -79,12 +82,14 @@ def train(worker: Worker, args: Namespace) -> None:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps, pct_start=0.2)
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
-        # Files. A checkpoint fits any layout, but only the run that it is of.
+        # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
         identity = {"data": f"{args.dataset} {fingerprint}", "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
+        identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
         folder = report.open_folder(group, args, "mnist")
         step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
-        model = ddp.wrap(torch.compile(net) if args.compile else net, device)
+        model = ddp.wrap(net, device, args.compile)
+        # A backward of no rows, so that the first step adds up gradients in the order that all later ones do.
         ddp.settle_buckets(model, model(train_set.__getitems__([]).to(device).images).sum())
         progress = report.Report(group, args, plan, model.timer)
 
@@ -102,11 +107,11 @@ def train(worker: Worker, args: Namespace) -> None:
         progress.open(folder, step, total_steps, data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images")
         while step < total_steps and not progress.reached(args.target_accuracy):
             epoch, first_step = divmod(step, plan.steps_per_epoch)
-            sampler.set_epoch(epoch, first_step)
+            sampler.set_epoch(epoch, skip_steps=first_step)
             for part in model.timer.steps(train_loader):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
-                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # this rank's; `progress` adds up all
+                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
                         with precision.autocast():
                             logits = model(micro.images)
@@ -122,10 +127,10 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 progress.step(step, loss_sum, lr, grad_norm)
-                if args.save_every and step % args.save_every == 0:
-                    save()
                 if step == total_steps:
                     break
+                if args.save_every and step % args.save_every == 0 and step % plan.steps_per_epoch:
+                    save()
             with progress.pause():
                 numbers = evaluate(net, test_loader, precision, device)
             progress.evaluation(step, **numbers)

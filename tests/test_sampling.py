@@ -14,7 +14,7 @@ def steps(world_size: int, epoch: int = 0, seed: int = 0, first_step: int = 0) -
     plan = plan_batches(samples=103, global_batch=16, world_size=world_size)
     samplers = [UnevenDistributedSampler(plan, rank, seed) for rank in range(world_size)]
     for sampler in samplers:
-        sampler.set_epoch(epoch, first_step)
+        sampler.set_epoch(epoch, skip_steps=first_step)
     return [joined(parts) for parts in zip(*samplers, strict=True)]
 
 
