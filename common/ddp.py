@@ -41,8 +41,9 @@ class CompiledUnlessEmpty(torch.nn.Module):
         self.model = model
         self.compiled = torch.compile(model.forward)
 
-    def forward(self, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        return self.compiled(first, *others) if len(first) else self.model(first, *others)
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
+        first = next(iter((*inputs, *named.values())))
+        return self.compiled(*inputs, **named) if len(first) else self.model(*inputs, **named)
 
 
 def settle_buckets(model: DistributedDataParallel, loss: torch.Tensor) -> None:
