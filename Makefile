@@ -6,6 +6,7 @@ BIN := .venv/bin
 # Two nodes on one machine share its cores: one thread a process.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: demo bert test test-cluster lint format bench clean
@@ -18,6 +19,13 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download
 	$(BIN)/python launch_scripts/play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu \
 	    --dataset digits --global-batch 64 --epochs 10 --out-dir $(RUN)
+
+bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it for masked words; two minutes
+	$(BIN)/python launch_scripts/play_nodes.py bert_ddp/bert-distributed.py -n 2 -g 3,1 --device cpu \
+	    --preset tiny --dropout 0 --vocab-size 2000 --sequence-length 64 --global-batch 32 --epochs 16 --lr 3e-3 \
+	    --warmup-steps 50 --clip-norm 1 --out-dir $(BERT_RUN)
+	$(BIN)/python launch_scripts/fill_mask.py $(BERT_RUN)/checkpoints/latest \
+	    "The method returns a [MASK] object." "If the argument is omitted, the [MASK] value is used."
 
 test: .venv  ## all that needs neither root nor a GPU nor a network
 	$(BIN)/python -m pytest

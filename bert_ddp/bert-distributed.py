@@ -56,6 +56,7 @@ from torch.utils.data import DataLoader
 
 from bert_ddp import model as bert
 from bert_ddp import rows
+from bert_ddp.optimizer import decay_groups, warm_up_then_decay
 from common import checkpoint, ddp, report
 from common.batching import micro_batches, plan_batches
 from common.ddp import reduce_gradients_if
@@ -86,9 +87,9 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same first weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         net = bert.build(args, text.meta).to(device, precision.dtype)
-        optimizer = torch.optim.AdamW(bert.parameter_groups(net, args.weight_decay), args.lr, fused=True)
+        optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
-        decay = bert.warmup_and_decay(args.warmup_steps, schedule_steps, args.decay_power)
+        decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 

@@ -103,6 +103,11 @@ class Corpus:
         for file in self.tokenizer_folder.iterdir():
             shutil.copyfile(file, folder / file.name)
 
+    def write_vocab(self, path: Path) -> None:
+        """The vocabulary as a vocab.txt, one word a line."""
+        vocabulary = json.loads((self.tokenizer_folder / "tokenizer.json").read_text())["model"]["vocab"]
+        path.write_text("".join(f"{word}\n" for word in sorted(vocabulary, key=vocabulary.get)))
+
     def describe(self) -> str:
         counts, meta = self.meta["rows"], self.meta
         return (
@@ -294,8 +299,8 @@ def _check_not_empty(writers: dict, settings: dict) -> None:
         if part == "train" or settings["held_out_corpus"]:
             names = " ".join(settings[flag])
             raise UserError(
-                f"--{flag.replace('_', '-')} {names} is empty: it gives not one row of {settings['sequence_length']} tokens: "
-                "give more text or a smaller --sequence-length"
+                f"--{flag.replace('_', '-')} {names} gives not one row of {settings['sequence_length']} tokens: "
+                "it is empty or too short; give more text or a smaller --sequence-length"
             )
         raise UserError(
             f"--held-out {settings['held_out']} of --corpus {' '.join(settings['corpus'])} is less than one row: "
@@ -358,7 +363,8 @@ def _rows_of_text(settings: dict, tokenizer, vocab_size: int, special: dict) -> 
     """(part, rows) in pieces of bounded size."""
     pack = _pairs if settings["objective"] == "mlm+nsp" else _packed
     length = settings["sequence_length"]
-    with _bar("token rows", sum(settings["files"].values(), []), passes=1 if settings["held_out_corpus"] else 2) as bar:
+    files = [*settings["files"]["corpus"], *settings["files"]["held_out_corpus"]]
+    with _bar("token rows", files, passes=1 if settings["held_out_corpus"] else 2) as bar:
         for part in PARTS:
             tokens = _tokens(part, settings, tokenizer, bar.update)
             for rows in pack(tokens, length, special):
@@ -511,7 +517,8 @@ def _rows_of_shards(settings: dict, tokenizer, vocab_size: int, special: dict) -
     from bert_ddp import shards
 
     row = 0
-    with _bar("token rows", sum(settings["files"].values(), [])) as bar:
+    files = [*settings["files"]["corpus"], *settings["files"]["held_out_corpus"]]
+    with _bar("token rows", files) as bar:
         for name in ("corpus", "held_out_corpus"):
             for path, size, _ in settings["files"][name]:
                 for rows in shards.read(Path(path), settings, vocab_size, special):

@@ -9,7 +9,6 @@ Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -167,26 +166,6 @@ def _load(kind: type, folder: str, config: BertConfig) -> MaskedPositions:
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--init-from {folder}: its weights do not fit: {reason}", same_on_every_rank=True) from None
-
-
-def parameter_groups(net: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups: decay on matrices, none on biases and LayerNorm, which are the vectors."""
-    parameters = list(net.parameters())
-    return [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def warmup_and_decay(warmup_steps: int, total_steps: int, power: float) -> Callable[[int], float]:
-    """The factor of the learning rate at each step: linear from 0 in `warmup_steps`, then (1 - progress) ** power."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        return max(0.0, 1 - (step - warmup_steps) / max(1, total_steps - warmup_steps)) ** power
-
-    return factor
 
 
 def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:

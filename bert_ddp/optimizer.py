@@ -14,12 +14,13 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def warm_up_then_decay(warm_up_steps: int, total_steps: int) -> Callable[[int], float]:
-    """The factor of the peak learning rate at a step: linearly up from 0 over the warm-up, then linearly down to 0."""
+def warm_up_then_decay(warm_up_steps: int, total_steps: int, power: float = 1.0) -> Callable[[int], float]:
+    """The factor of the peak learning rate at a step: linearly up from 0 over the warm-up, then down to 0, linearly
+    or as another power of the way that is left."""
 
     def factor(step: int) -> float:
         if step < warm_up_steps:
             return step / max(1, warm_up_steps)
-        return max(0.0, (total_steps - step) / max(1, total_steps - warm_up_steps))
+        return max(0.0, (total_steps - step) / max(1, total_steps - warm_up_steps)) ** power
 
     return factor

@@ -191,6 +191,21 @@ def of_corpus(corpus: "Corpus", probability: float, whole_words: bool, seed: int
     return tuple(parts)
 
 
+def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+    """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in the current epoch."""
+    batch = part.__getitems__(list(numbers))
+    full = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
+    tensors = {
+        "input_ids": batch.input_ids,
+        "input_mask": full.long(),
+        "segment_ids": batch.token_type_ids,
+        "masked_lm_positions": batch.positions,
+        "masked_lm_ids": batch.labels.clamp(min=0),
+        "next_sentence_labels": batch.next_labels,
+    }
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
 def loading(workers: int, device: torch.device) -> dict[str, object]:
     """Options for DataLoaders that make batches in `workers` processes beside the training.
 

@@ -30,7 +30,7 @@ def find_files(corpus: Iterable[str]) -> list[Path]:
         elif path.is_file():
             found = [path]
         else:
-            found = [Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file()]
+            found = [Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file()]  # noqa: PTH207
         if not found:
             raise UserError(
                 f"--corpus {name} names no file: give a file, a folder with .txt or .hdf5 files below it, a glob in "

@@ -28,7 +28,7 @@ def load(name: str, lowercase: bool = True) -> "PreTrainedTokenizerFast":
     except Exception as error:  # whatever the network, the hub and its client come up with
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"--vocab {name} is no file, no tokenizer's folder, and no name that the hub knows or answers to ({reason}): "
+            f"--vocab {name} is no file, no tokenizer's folder and no name that the hub answers to ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
     for token in ("mask", "cls", "sep", "pad", "unk"):

@@ -88,8 +88,8 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_were_not(text, tmp_path):
 
 def test_workers_of_the_loader_change_nothing_and_warn_of_nothing(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--max-steps", 3)
-    play(BERT, (2,), tmp_path / "without", *flags)
-    results = play(BERT, (2,), tmp_path / "with", *flags, "--data-workers", 1)
+    play(BERT, (1,), tmp_path / "without", *flags)
+    results = play(BERT, (1,), tmp_path / "with", *flags, "--data-workers", 1)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert "warning" not in results[0].output.lower(), results[0].output
     assert "fork" not in results[0].output.lower(), results[0].output

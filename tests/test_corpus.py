@@ -1,0 +1,302 @@
+"""Token rows: packed full, held out by documents, cached whole, and one line for what cannot work."""
+
+import json
+from argparse import ArgumentParser
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+
+from bert_ddp import corpus, rows
+from common.batching import plan_batches
+from common.errors import UserError
+from tests.harness import BERT, losses, play, run
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+}
+TEXT = "the quick brown fox jumps over a lazy dog and then it sleeps in warm sun all day long while birds sing"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """300 documents of 10 to 40 words."""
+    path = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    documents = [" ".join(random.choice(TEXT.split(), random.integers(10, 40))) for _ in range(300)]
+    (path / "text.txt").write_text("\n\n".join(documents))
+    (path / "config.json").write_text(json.dumps(SMALL))
+    return path
+
+
+def load(folder, *flags):
+    parser = ArgumentParser()
+    corpus.add_corpus_flags(parser)
+    default = ("--corpus", folder / "text.txt", "--cache-dir", folder / "cache")
+    args = parser.parse_args([str(flag) for flag in (*default, *flags)])
+    return corpus.load(args, lambda line: None)
+
+
+def table(part):
+    return {name: np.asarray(values) for name, values in part.with_format("numpy")[:].items()}
+
+
+def test_rows_are_packed_full_and_documents_are_apart(folder):
+    text = load(folder, "--sequence-length", 16, "--vocab-size", 300)
+    ids, special = table(text.train)["input_ids"], text.meta["special"]
+    assert ids.shape[1] == 16 and not (ids == special["pad"]).any()
+    assert (ids[:, 0] == special["cls"]).all() and (ids[:, -1] == special["sep"]).all()
+    documents = round(300 * 0.95)
+    assert documents - 20 < (ids[:, 1:-1] == special["sep"]).sum() < documents + 20
+
+
+def test_what_is_held_out_is_never_trained_on(folder, tmp_path):
+    documents = [f"number {number} of many documents in this text" for number in range(400)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    text = load(tmp_path, "--sequence-length", 8, "--vocab-size", 2000, "--held-out", 0.2)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(text.tokenizer_folder)
+    found = []
+    for part in (text.train, text.held_out):
+        stream = " ".join(tokenizer.decode(row[1:-1]) for row in table(part)["input_ids"])
+        found.append({number for number in range(400) if f"number {number} of" in stream})
+    assert not found[0] & found[1]
+    assert len(found[0] | found[1]) > 250 and len(found[1]) > 30
+
+
+def test_pairs_are_full_and_half_of_the_second_parts_are_from_elsewhere(folder):
+    text = load(folder, "--sequence-length", 32, "--vocab-size", 300, "--objective", "mlm+nsp")
+    got, special = table(text.train), text.meta["special"]
+    assert (got["length"] == 32).all()
+    row = np.arange(len(got["second"]))
+    assert (got["input_ids"][row, got["second"] - 1] == special["sep"]).all()
+    assert (got["input_ids"][:, -1] == special["sep"]).all()
+    assert ((got["input_ids"] == special["sep"]).sum(axis=1) == 2).all()
+    assert 0.3 < got["next_label"].mean() < 0.7
+
+
+def test_a_second_start_reads_nothing_again_and_a_changed_file_is_read_anew(folder, tmp_path):
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    flags = ("--sequence-length", 16, "--vocab-size", 300)
+    first = load(tmp_path, *flags)
+    stamp = (first.folder / "train.arrow").stat().st_mtime_ns
+    again = load(tmp_path, *flags)
+    assert again.folder == first.folder and (again.folder / "train.arrow").stat().st_mtime_ns == stamp
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text() + "\n\none more " * 30)
+    assert load(tmp_path, *flags).fingerprint != first.fingerprint
+
+
+def test_the_same_text_elsewhere_has_the_same_fingerprint(folder, tmp_path):
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    flags = ("--sequence-length", 16, "--vocab-size", 300)
+    assert load(tmp_path, *flags).fingerprint == load(folder, *flags).fingerprint
+
+
+def test_a_corpus_that_breaks_half_way_leaves_the_cache_whole(folder, tmp_path):
+    (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes() + b"\n\n\xff\xfe not text")
+    with pytest.raises(UserError, match=r"text.txt, line \d+ is not UTF-8"):
+        load(tmp_path, "--sequence-length", 16, "--vocab-size", 300)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+# --- masks --------------------------------------------------------------------------------------------------------
+
+
+def masked(folder, *flags, whole_words=False, probability=0.15, seed=0):
+    text = load(folder, "--sequence-length", 32, "--vocab-size", 120, *flags)
+    return text, rows.of_corpus(text, probability, whole_words, seed)
+
+
+def test_masks_do_not_know_the_batch_they_are_drawn_in(folder):
+    _, (train, _) = masked(folder)
+    train.set_epoch(3)
+    together, alone = train.__getitems__([5, 2, 9]), train.__getitems__([9])
+    assert (together.input_ids[2] == alone.input_ids[0]).all() and (together.labels[2] == alone.labels[0]).all()
+
+
+def test_masks_change_with_the_epoch_and_stay_in_evaluation(folder):
+    _, (train, held_out) = masked(folder)
+    drawn = []
+    for part in (train, held_out):
+        for epoch in (0, 1):
+            part.set_epoch(epoch)
+            drawn.append(part.__getitems__(range(4)).positions)
+    assert (drawn[0] != drawn[1]).any() and (drawn[2] == drawn[3]).all()
+
+
+def test_eight_of_ten_chosen_tokens_are_masked_and_one_is_kept(folder):
+    text, (train, _) = masked(folder, probability=0.5)
+    batch = train.__getitems__(range(len(train)))
+    listed = batch.labels >= 0
+    now = batch.input_ids.gather(1, batch.positions)[listed]
+    was = batch.labels[listed]
+    assert listed.sum().item() == pytest.approx(0.5 * np.asarray(text.train["maskable"][:]).sum(), rel=0.05)
+    assert (now == text.meta["special"]["mask"]).float().mean().item() == pytest.approx(0.8, abs=0.03)
+    assert (now == was).float().mean().item() == pytest.approx(0.1, abs=0.03)
+
+
+def test_the_count_of_every_step_is_known_without_looking_at_masks(folder):
+    _, (train, _) = masked(folder)
+    plan = plan_batches(len(train), 50, 4)
+    import torch
+
+    order = torch.randperm(len(train))
+    counted = [
+        int((train.__getitems__(order[start : start + 50].tolist()).labels >= 0).sum())
+        for start in range(0, len(train), 50)
+    ]
+    assert train.masked_in_steps(plan, order) == counted
+
+
+def test_whole_words_are_masked_together(folder):
+    _, (train, _) = masked(folder, "--vocab-size", 64, whole_words=True)
+    batch = train.__getitems__(range(200))
+    original = batch.input_ids.clone()
+    listed = batch.labels >= 0
+    original[listed.nonzero()[:, 0], batch.positions[listed]] = batch.labels[listed]
+    cut = 0
+    for row in range(200):
+        chosen = set(batch.positions[row][listed[row]].tolist())
+        cut += sum(
+            train.continues[original[row, place]] and (place in chosen) != (place - 1 in chosen)
+            for place in range(2, 31)
+        )
+    assert train.continues[original.numpy()].mean() > 0.1  # such a small vocabulary has words of several tokens
+    assert cut <= 200  # at most the last word of each row
+
+
+# --- HDF5 ---------------------------------------------------------------------------------------------------------
+
+FLAGS = ("--dropout", 0, "--global-batch", 16, "--max-steps", 4, "--precision", "fp64", "--lr", "1e-3")
+
+
+@pytest.fixture(scope="module")
+def shards(folder):
+    done = run(
+        *("python", BERT.with_name("prepare-corpus.py"), "--corpus", folder / "text.txt", "--objective", "mlm+nsp"),
+        *("--cache-dir", folder / "cache", "--sequence-length", 32, "--vocab-size", 300),
+        *("--hdf5-dir", folder / "shards", "--rows-per-shard", 60),
+    )
+    assert done.code == 0, done.output
+    return folder / "shards"
+
+
+def pretrain(folder, out, *flags):
+    vocab_size = len((folder / "shards" / "vocab.txt").read_text().splitlines())
+    config = out.with_suffix(".json")
+    config.write_text(json.dumps({**SMALL, "vocab_size": vocab_size}))
+    common = (*FLAGS, "--config-file", config, "--cache-dir", folder / "cache", "--objective", "mlm+nsp")
+    play(BERT, (2,), out, *common, *flags)
+    return losses(out)
+
+
+def of_shards(shards, part="train"):
+    return ("--corpus", shards / part, "--held-out-corpus", shards / "held_out", "--vocab", shards / "vocab.txt")
+
+
+def test_our_own_shards_give_the_loss_of_the_same_rows_from_arrow(folder, shards, tmp_path):
+    flags = ("--corpus", folder / "text.txt", "--sequence-length", 32, "--vocab-size", 300)
+    from_arrow = pretrain(folder, tmp_path / "arrow", *flags)
+    assert pretrain(folder, tmp_path / "shards", *of_shards(shards)) == pytest.approx(from_arrow, abs=1e-12)
+
+
+def test_shards_made_by_hand_train_and_padding_counts_for_nothing(folder, shards, tmp_path):
+    """NVIDIA's layout with h5py alone: our rows once as they are, and once with 8 columns of padding."""
+    text = load(folder, "--sequence-length", 32, "--vocab-size", 300, "--objective", "mlm+nsp")
+    got = table(text.train)
+    found = []
+    for padding in (0, 8):
+        (tmp_path / f"by-hand-{padding}").mkdir()
+        with h5py.File(tmp_path / f"by-hand-{padding}" / "a.hdf5", "w") as shard:
+            ids = got["input_ids"].astype("i4")
+            places = np.arange(32)
+            arrays = {
+                "input_ids": ids,
+                "input_mask": np.ones_like(ids),
+                "segment_ids": (places >= got["second"][:, None]).astype("i4"),
+                "masked_lm_positions": np.tile(np.array([3, 7, 0, 0], "i4"), (len(ids), 1)),
+                "masked_lm_ids": np.concatenate([ids[:, [3, 7]], np.zeros((len(ids), 2), "i4")], axis=1),
+            }
+            arrays["input_ids"] = ids.copy()
+            arrays["input_ids"][:, [3, 7]] = text.meta["special"]["mask"]
+            for name, values in arrays.items():
+                wide = name in ("input_ids", "input_mask", "segment_ids")
+                shard[name] = np.pad(values, ((0, 0), (0, padding * wide)))
+            shard["next_sentence_labels"] = got["next_label"]
+        files = ("--corpus", tmp_path / f"by-hand-{padding}", "--held-out-corpus", tmp_path / f"by-hand-{padding}")
+        vocab = ("--vocab", shards / "vocab.txt")
+        found.append(pretrain(folder, tmp_path / f"stored-{padding}", *files, *vocab, "--masking", "stored"))
+        if not padding:
+            restored = pretrain(folder, tmp_path / "dynamic", *files, *vocab)
+    flags = ("--corpus", folder / "text.txt", "--sequence-length", 32, "--vocab-size", 300)
+    assert restored == pytest.approx(pretrain(folder, tmp_path / "arrow", *flags), abs=1e-12)
+    assert found[0] == pytest.approx(found[1], abs=1e-12) and found[0] != pytest.approx(restored, abs=1e-3)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_line_that_names_file_and_line(folder, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    (tmp_path / "twice.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n")
+    (tmp_path / "broken.hdf5").write_bytes(b"no shard")
+    with h5py.File(tmp_path / "lacking.hdf5", "w") as shard:
+        shard["input_ids"] = np.zeros((2, 8), "i4")
+    cases = {
+        ("--corpus", tmp_path / "empty.txt"): r"empty.txt is empty",
+        ("--corpus", tmp_path / "nowhere"): r"nowhere names no file",
+        ("--vocab", tmp_path / "vocab.txt"): r"vocab.txt has no \[MASK\] on any of its 5 lines",
+        ("--vocab", tmp_path / "twice.txt"): r"twice.txt, line 7: 'the' stands on line 6",
+        ("--corpus", tmp_path / "broken.hdf5", "--vocab", tmp_path / "vocab.txt"): r"broken.hdf5|no \[MASK\]",
+        ("--corpus", tmp_path / "lacking.hdf5"): r"give the --vocab",
+        ("--masking", "stored"): r"--masking stored takes its masks from HDF5",
+        ("--sequence-length", 4): r"--sequence-length is 4: give 8 or more",
+        ("--sequence-length", 20_000): r"not one row of 20000 tokens",
+    }
+    for flags, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            load(folder, *flags)
+
+
+def test_a_row_that_does_not_follow_the_layout_is_named(folder, shards, tmp_path):
+    with h5py.File(next((shards / "train").iterdir())) as good, h5py.File(tmp_path / "bad.hdf5", "w") as bad:
+        for name in good:
+            bad[name] = good[name][:]
+        bad["input_ids"][7, 3] = 10_000
+    with pytest.raises(UserError, match=r"bad.hdf5, row 7: a number in input_ids is not of a vocabulary"):
+        load(folder, "--corpus", tmp_path / "bad.hdf5", "--vocab", shards / "vocab.txt")
+
+
+def test_a_model_that_does_not_fit_the_corpus_is_refused(tmp_path):
+    from bert_ddp import model
+
+    meta = {"vocab_size": 300, "sequence_length": 64, "special": {"pad": 0}}
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 32}))
+    (tmp_path / "gpt.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "text.json").write_text("{")
+
+    def build(name, **changes):
+        flags = {
+            "objective": "mlm",
+            "init_from": None,
+            "dropout": None,
+            "preset": "tiny",
+            "checkpoint_activations": False,
+        }
+        return model.build(SimpleNamespace(**{**flags, "config_file": tmp_path / name}), {**meta, **changes})
+
+    for name, changes, message in (
+        ("config.json", {}, r"--sequence-length is 64, but .*config.json has 32 positions"),
+        ("config.json", {"vocab_size": 299}, r"config.json has vocab_size 300, but the vocabulary has 299 words"),
+        ("gpt.json", {}, r"another architecture: model_type is gpt2"),
+        ("text.json", {}, r"text.json is not JSON"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(name, **changes)
