@@ -417,10 +417,12 @@ def _plot_ranks(axes, rows: list[dict]) -> None:
         axes.bar(range(len(shares)), values, bottom=bottom, label=name, color=color)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     for rank, (share, top) in enumerate(zip(shares, bottom, strict=True)):
-        axes.annotate(share, (rank, top), ha="center", va="bottom", fontsize=8)
-    axes.set(
-        xlabel="rank (its share above the bar)", ylabel="ms a step", title="Time by rank", xticks=range(len(shares))
-    )
+        computing = sorted(row["compute_ms"][rank] for row in rows)[len(rows) // 2]
+        rate = f"\n{share / computing * 1e3:,.0f}/s" if computing else ""
+        axes.annotate(f"{share}{rate}", (rank, top), ha="center", va="bottom", fontsize=8)
+    axes.margins(y=0.15)
+    axes.set(ylabel="ms a step", title="Time by rank", xticks=range(len(shares)))
+    axes.set_xlabel("rank (above: its share, and its rate while it computes)")
     axes.legend()
 
 
