@@ -162,7 +162,7 @@ class Examination:
 
     def _origin(self, error: BaseException) -> str:
         """Whose fault a failed join is, where the error itself does not say."""
-        return "the job" if getattr(error, "same_on_every_rank", False) else self.here
+        return "joining" if getattr(error, "same_on_every_rank", False) else self.here
 
     def _listen(self, joined: process_group.Joined, facts: dict) -> link_test.Listener | None:
         """Open this node's end of the link test, at the address that gloo and NCCL will use."""
@@ -277,6 +277,7 @@ class Examination:
         with self.shown:
             if self.board:
                 self.findings += self.board.findings(self.places)
+            self.findings.sort(key=lambda finding: finding.level)  # errors first
             self.report["findings"] = [finding.as_dict() for finding in self.findings]
             self.report["ok"] = not any(finding.level == "error" for finding in self.findings)
             if not self._leads:

@@ -63,8 +63,9 @@ def _links(report: dict) -> str:
         if link.get("error"):
             rows.append((way, link["error"], "", ""))
         else:
-            rate, clock = link["mbit_per_second"] / 1e3, f"{link['clock_ms']:.1f} ms"
-            rows.append((way, f"{link['latency_ms']:.3f} ms", f"{rate:.3f} Gbit/s", clock))
+            rate, clock = link["mbit_per_second"], f"{link['clock_ms']:.1f} ms"
+            shown = f"{rate:.0f} Mbit/s" if rate < 1000 else f"{rate / 1e3:.1f} Gbit/s"
+            rows.append((way, f"{link['latency_ms']:.3f} ms", shown, clock))
     return _table(rows) if len(rows) > 1 else ""
 
 
