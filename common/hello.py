@@ -7,7 +7,11 @@ Where a launcher has one terminal for all (srun, mpirun), rank 0 says all lines;
 """
 
 import socket
+import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launchers may start this file by its path
 
 from common import cli, launch
 from common.layout import Worker

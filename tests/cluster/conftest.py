@@ -20,7 +20,7 @@ from tests.harness import ROOT, Result, start
 
 HERE = Path(__file__).resolve().parent
 STATE = Path(os.environ.get("UNEVEN_CLUSTER_DIR", "/tmp/uneven-cluster"))
-LOCK = Path("/tmp/uneven-cluster.lock")
+LOCK = Path("/run")  # a folder can be locked, and leaves no file behind
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
 
@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
     raise KeyboardInterrupt
 
 
@@ -121,10 +122,11 @@ def sweep() -> None:
 @pytest.fixture(scope="session")
 def locked():
     """This run has the hosts for itself. run.sh holds the lock already for the run that it starts."""
-    with LOCK.open("w") as file:
-        if "UNEVEN_CLUSTER_LOCKED" not in os.environ:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    folder = os.open(LOCK, os.O_RDONLY)
+    if "UNEVEN_CLUSTER_LOCKED" not in os.environ:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    yield
+    os.close(folder)
 
 
 @pytest.fixture(scope="session")

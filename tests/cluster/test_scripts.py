@@ -1,0 +1,213 @@
+"""Every script of launch_scripts/, on its real launcher; and `-n 2 -g 8,2` itself."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import PYTHON, STATE, needs
+from tests.cluster.test_launchers import MASTER, PORT, TRAINING, words
+from tests.harness import MNIST, ROOT, losses
+
+SCRIPTS = ROOT / "launch_scripts"
+HELLO = ROOT / "common" / "hello.py"
+CPU = ("--device", "cpu", "--join-timeout", "90")
+URL = f"tcp://{MASTER}:{PORT}"
+
+
+def processes(where: dict[str, int], url: str) -> list[str]:
+    """What hello says, in rank order, on hosts with so many processes each."""
+    hosts = [host for host, count in where.items() for _ in range(count)]
+    return [f"[{url}] hello from [{host}:gloo] process {rank}/{len(hosts)}" for rank, host in enumerate(hosts)]
+
+
+def greetings(output: str) -> list[str]:
+    return [line[line.index("[tcp://") :] for line in output.splitlines() if "hello from" in line]
+
+
+@pytest.fixture
+def script(hosts):
+    """Start a script on a host with the checkout's Python."""
+    return lambda host, name, *arguments, **environ: hosts.on(
+        host, SCRIPTS / name, *arguments, PYTHON=str(PYTHON), **environ
+    )
+
+
+def test_eight_and_two_say_hello(hosts):
+    layout = ("-m", "common.hello", "-n", 2, "-g", "8,2", *CPU, "--master-port", PORT)
+    first = hosts.on("nodea", "python", *layout, "-i", 0, cwd=ROOT)
+    second = hosts.on("nodeb", "python", *layout, "-i", 1, "--master-addr", MASTER, cwd=ROOT)
+    said = [greetings(result.output) for result in hosts.together(first, second)]
+    assert said[0] + said[1] == processes({"nodea": 8, "nodeb": 2}, URL)
+
+
+def test_two_node_uneven_trains_twenty_steps_on_eight_and_two(hosts, script, tmp_path):
+    training = words("--dataset digits --global-batch 110 --max-steps 20 --device cpu --join-timeout 90")
+    flags = [*training, "--out-dir", tmp_path]
+    first = script("nodea", "two_node_uneven.sh", MNIST, 0, *flags)
+    second = script("nodeb", "two_node_uneven.sh", MNIST, 1, *flags, MASTER_ADDR=MASTER)
+    for result in hosts.together(first, second):
+        assert result.code == 0, result.output
+    assert len(losses(tmp_path)) == 20
+
+
+def test_two_node_uneven_plays_both_nodes_on_one_machine(script):
+    result = script("nodea", "two_node_uneven.sh", HELLO, "--local", *CPU, GPUS="2,1").result()
+    assert [line.split("process ")[1] for line in greetings(result.output)].sort() == ["0/3", "1/3", "2/3"].sort()
+
+
+def test_single_gpu(script):
+    result = script("nodea", "single_gpu.sh", HELLO, *CPU).result()
+    assert "process 0/1" in result.output, result.output
+
+
+def test_single_node(script):
+    result = script("nodea", "single_node.sh", HELLO, *CPU, GPUS="2").result()
+    assert [line.split()[-1] for line in greetings(result.output)] == ["0/2", "1/2"], result.output
+
+
+def test_hetseq_one_gpu(script):
+    result = script("nodea", "hetseq.sh", "one-gpu", HELLO, *CPU).result()
+    assert "process 0/1" in result.output, result.output
+
+
+def test_hetseq_one_node(script):
+    result = script("nodea", "hetseq.sh", "one-node", HELLO, *CPU).result()
+    assert len(greetings(result.output)) == 4, result.output
+
+
+@pytest.mark.parametrize("meeting", [URL, f"file://{STATE}/tmp/communicate.txt"])
+def test_hetseq_four_nodes(meeting, hosts, script):
+    nodes = [
+        script(
+            *("nodea" if number < 2 else "nodeb", "hetseq.sh", "four-nodes", HELLO, *CPU),
+            **{"GPUS": "1,1,1,1", "NODE": str(number), "MEETING": meeting},
+        )
+        for number in range(4)
+    ]
+    output = "".join(result.output for result in hosts.together(*nodes))
+    assert {line.split()[-1] for line in output.splitlines() if "hello from" in line} == {"0/4", "1/4", "2/4", "3/4"}
+
+
+def test_hetseq_uneven(hosts, script):
+    nodes = [
+        script(host, "hetseq.sh", "uneven", HELLO, *CPU, NODE=str(number), MEETING=URL)
+        for number, host in enumerate(["nodea", "nodeb"])
+    ]
+    said = [greetings(result.output) for result in hosts.together(*nodes)]
+    assert said[0] + said[1] == processes({"nodea": 8, "nodeb": 2}, URL)
+
+
+def test_torchrun_uneven(hosts, script):
+    meeting = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(PORT)}
+    nodes = [
+        script(host, "torchrun_uneven.sh", HELLO, number, gpus, *CPU, **meeting)
+        for number, (host, gpus) in enumerate([("nodea", 3), ("nodeb", 1)])
+    ]
+    said = [greetings(result.output) for result in hosts.together(*nodes)]
+    assert said[0] + said[1] == processes({"nodea": 3, "nodeb": 1}, URL)
+
+
+def test_torchrun_elastic_goes_on_after_a_rank_was_killed(hosts, script, tmp_path):
+    flags = words("--dataset digits --global-batch 110 --max-steps 400 --save-every 20 --device cpu --join-timeout 90")
+    meeting = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(PORT), "RESTARTS": "1"}
+    nodes = [
+        script(host, "torchrun_elastic.sh", MNIST, gpus, *flags, "--epochs", 40, "--out-dir", tmp_path, **meeting)
+        for host, gpus in [("nodea", 2), ("nodeb", 1)]
+    ]
+    kill_one_when((tmp_path / "checkpoints" / "latest").exists, hosts)
+    for result in hosts.together(*nodes, timeout=180):
+        assert result.code == 0, result.output
+    assert len(losses(tmp_path)) == 400
+
+
+def kill_one_when(ready, hosts) -> None:
+    """Kill one worker of the trainer on the hosts as soon as `ready()`."""
+    deadline = time.monotonic() + 90
+    while not ready():
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.1)
+    for pid in hosts.processes():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if str(MNIST).encode() in command and b"torch.distributed.run" not in command:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("no worker runs")
+
+
+# --- Slurm -------------------------------------------------------------------------------------------------------
+
+
+def batch(slurm, log: Path, *command: object, **environ: str) -> str:
+    """Run a batch script to its end; the job's output."""
+    job = slurm("timeout", 110, "sbatch", "--wait", f"--output={log}", *command, PYTHON=str(PYTHON), **environ)
+    result = job.result()
+    output = log.read_text() if log.exists() else ""
+    assert result.code == 0, result.output + output
+    return output
+
+
+def test_slurm_even(slurm, tmp_path):
+    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_even.sbatch", HELLO, *CPU))
+    assert [line.partition("hello")[2] for line in said] == [
+        line.partition("hello")[2] for line in processes({"nodea": 2, "nodeb": 2}, URL)
+    ]
+
+
+def test_slurm_uneven(slurm, tmp_path):
+    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_uneven.sbatch", HELLO, *CPU))
+    assert [line.partition("hello")[2] for line in said] == [
+        line.partition("hello")[2] for line in processes({"nodea": 8, "nodeb": 2}, URL)
+    ]
+
+
+def test_slurm_torchrun(slurm, tmp_path):
+    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_torchrun.sbatch", HELLO, *CPU, GPUS="2 1"))
+    assert sorted(line.split()[-1] for line in said) == ["0/3", "1/3", "2/3"]
+
+
+# --- over ssh ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_mpirun_uneven(mpirun, script, ssh_config):
+    needs(mpirun)
+    environ = {"MPIRUN": mpirun, "SSH_CONFIG": str(ssh_config), "MASTER_ADDR": MASTER}
+    result = script("nodea", "mpirun_uneven.sh", "nodea:3,nodeb:1", HELLO, *CPU, **environ).result()
+    expected = [line.partition("hello")[2] for line in processes({"nodea": 3, "nodeb": 1}, URL)]
+    assert [line.partition("hello")[2] for line in greetings(result.output)] == expected, result.output
+
+
+def test_ssh_uneven(hosts, script, ssh_config, trains, tmp_path):
+    flags = [*TRAINING, "--out-dir", tmp_path / "run"]
+    trains(
+        "ssh_uneven.sh",
+        "3+1",
+        script("nodea", "ssh_uneven.sh", "nodea:3,nodeb:1", MNIST, *flags, SSH_CONFIG=str(ssh_config)),
+    )
+
+
+def test_ssh_uneven_ends_every_node_when_one_fails(hosts, script, ssh_config):
+    config = {"SSH_CONFIG": str(ssh_config)}
+    node = script("nodea", "ssh_uneven.sh", "nodea:1,nodeb:1", HELLO, *CPU, "--interface", "uneven-va", **config)
+    result = node.result(timeout=60)  # nodeb has no interface of that name
+    assert result.code == 2, result.output
+    assert any(
+        line.startswith("nodeb | ") and "--interface is uneven-va" in line for line in result.output.splitlines()
+    )
+
+
+def test_ssh_uneven_ends_every_node_when_it_is_killed(hosts, script, ssh_config):
+    config = {"SSH_CONFIG": str(ssh_config)}
+    node = script("nodea", "ssh_uneven.sh", "nodea:1,nodeb:2", HELLO, *CPU, "--interface", "uneven-vb", **config)
+    deadline = time.monotonic() + 30
+    while len(hosts.processes()) < 6 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    node.process.kill()
+    node.process.wait()
+    deadline = time.monotonic() + 20
+    while hosts.processes() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not hosts.processes()
