@@ -11,4 +11,4 @@ trainer=${1:?$usage}; gpus=${2:?$usage}; shift 2
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "${PYTHON:-python3}" -m torch.distributed.run --nnodes "${NODES:-2}" --nproc-per-node "$gpus" \
   --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:?$usage}:${MASTER_PORT:-29500}" --rdzv-id "${JOB:-uneven}" \
-  --max-restarts "${RESTARTS:-3}" "$trainer" --resume "$@"
+  --max-restarts "${RESTARTS:-3}" "$trainer" --resume=auto "$@"

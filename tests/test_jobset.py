@@ -1,0 +1,63 @@
+"""The Kubernetes manifest: valid by the JobSet's schema, and its pods are the nodes of one layout."""
+
+import copy
+import json
+
+import jsonschema
+import pytest
+import yaml
+
+from common.launch import flags_of
+from common.layout import host_and_port, layout_from
+from tests.harness import MNIST, ROOT
+
+MANIFEST = yaml.safe_load((ROOT / "launch_scripts" / "jobset_uneven.yaml").read_text())
+SCHEMA = jsonschema.Draft202012Validator(json.loads((ROOT / "tests" / "jobset.schema.json").read_text()))
+
+
+def pods() -> list[dict]:
+    """The only container of each pod, in the order of the nodes."""
+    jobs = MANIFEST["spec"]["replicatedJobs"]
+    return [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs]
+
+
+def layouts(monkeypatch) -> list:
+    found = []
+    for pod in pods():
+        gpus = pod["resources"]["limits"]["nvidia.com/gpu"]
+        monkeypatch.setattr("common.layout._driver_gpus", lambda count=gpus: count)
+        python, script, *flags = [*pod["command"], *pod["args"]]
+        assert (python, ROOT / script) == ("python3", MNIST)
+        found.append(layout_from(flags_of(MNIST).parse_args(flags), {}))
+    return found
+
+
+def test_the_manifest_is_valid():
+    assert [error.message for error in SCHEMA.iter_errors(MANIFEST)] == []
+
+
+@pytest.mark.parametrize("path", ["spec.network.enableDnsHostnames", "spec.replicas", "spec.failurePolicy.maxRestart"])
+def test_the_schema_refuses_a_field_that_kubernetes_does_not_know(path):
+    wrong = copy.deepcopy(MANIFEST)
+    *folders, name = path.split(".")
+    place = wrong
+    for folder in folders:
+        place = place[folder]
+    place[name] = 1
+    assert name in "".join(error.message for error in SCHEMA.iter_errors(wrong))
+
+
+def test_the_pods_are_all_nodes_of_one_layout(monkeypatch):
+    ranks = [worker.rank for layout in layouts(monkeypatch) for worker in layout.workers()]
+    assert ranks == list(range(10))
+
+
+def test_the_pods_meet_at_the_name_that_the_jobset_gives_to_the_first(monkeypatch):
+    name, first = MANIFEST["metadata"]["name"], MANIFEST["spec"]["replicatedJobs"][0]["name"]
+    _, second = layouts(monkeypatch)
+    assert host_and_port(second.init_method) == (f"{name}-{first}-0-0.{name}", 29500)
+
+
+def test_every_replicated_job_is_one_node():
+    for job in MANIFEST["spec"]["replicatedJobs"]:
+        assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (1, 1)
