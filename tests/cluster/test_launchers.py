@@ -3,13 +3,15 @@
 Each test is a row of the table in docs/launchers.md: a tick is a training that has happened.
 """
 
+import functools
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import PYTHON, STATE, needs
-from tests.harness import MNIST, losses
+from tests.harness import BERT, MNIST, ROOT, losses
 
 
 def words(text: str) -> list[str]:
@@ -17,41 +19,64 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-TRAINING = words("--dataset digits --precision fp64 --max-steps 6 --global-batch 110 --device cpu --join-timeout 90")
+COMMON = words("--precision fp64 --device cpu --join-timeout 90")
+TRAINING = [*COMMON, *words("--dataset digits --max-steps 6 --global-batch 110")]
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+PRETRAINING = [*COMMON, *words("--max-steps 20 --global-batch 50 --sequence-length 32 --vocab-size 400 --dropout 0")]
 PORT = 29611
 MASTER = "10.77.0.1"
-
-
-@pytest.fixture(scope="module")
-def reference(hosts):
-    """The loss of every step on one process."""
-    folder = STATE / "reference"
-    result = hosts.run("nodea", "python", MNIST, "-n", 1, "-g", 1, "-i", 0, *TRAINING, "--out-dir", folder)
-    assert result.code == 0, result.output
-    return losses(folder)
+BOTH = pytest.mark.parametrize("model", ["MNIST", "BERT"])
 
 
 @pytest.fixture
-def trains(hosts, table, reference, tmp_path):
-    """`trains(launcher, layout, started...)` waits for commands under way and ticks their row if they trained.
+def model():
+    """Which trainer; tests that are marked with BOTH run with each."""
+    return "MNIST"
 
-    `tmp_path` is where the commands must write: trainer() says so.
-    """
+
+@pytest.fixture(scope="session")
+def commands(hosts):
+    """Model -> the trainer's file and flags, without a folder for its files."""
+    folder = STATE / "text"
+    folder.mkdir()
+    (folder / "part.txt").write_text("\n\n".join(path.read_text() for path in sorted(ROOT.glob("common/*.py"))))
+    (folder / "config.json").write_text(json.dumps(SMALL | {"vocab_size": 400}))
+    text = ["--corpus", folder / "part.txt", "--cache-dir", folder / "cache", "--config-file", folder / "config.json"]
+    return {"MNIST": [MNIST, *TRAINING], "BERT": [BERT, *PRETRAINING, *text]}
+
+
+@pytest.fixture(scope="session")
+def references(hosts, commands):
+    """`references(model)` is the loss of every step on one process, trained once."""
+
+    @functools.cache
+    def reference(model: str) -> list[float]:
+        folder = STATE / f"reference-{model}"
+        result = hosts.run("nodea", "python", *commands[model], "-n", 1, "-g", 1, "-i", 0, "--out-dir", folder)
+        assert result.code == 0, result.output
+        return losses(folder)
+
+    return reference
+
+
+@pytest.fixture
+def trains(hosts, table, references, model, tmp_path):
+    """`trains(launcher, layout, started...)` waits for commands under way and ticks their row if they trained."""
 
     def check(launcher: str, layout: str, *started) -> None:
-        with table.row(launcher, layout):
+        with table.row(launcher, layout, model):
             results = hosts.together(*started)
             for result in results:
                 assert result.code == 0, "\n".join(other.output for other in results)
-            assert losses(tmp_path / "run") == pytest.approx(reference, abs=1e-9, rel=0)
+            assert losses(tmp_path / "run") == pytest.approx(references(model), abs=1e-9, rel=0)
 
     return check
 
 
 @pytest.fixture
-def trainer(tmp_path):
+def trainer(model, commands, tmp_path):
     """The trainer's command behind any launcher, with its flags."""
-    return ["python", MNIST, *TRAINING, "--out-dir", tmp_path / "run"]
+    return ["python", *commands[model], "--out-dir", tmp_path / "run"]
 
 
 @pytest.fixture
@@ -63,7 +88,9 @@ def program(trainer):
 # --- the project's own flags -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus", ["1", "4", "3,1", "2,1,1"])
+@pytest.mark.parametrize(
+    ("gpus", "model"), [("1", "MNIST"), ("4", "MNIST"), ("3,1", "MNIST"), ("3,1", "BERT"), ("2,1,1", "MNIST")]
+)
 def test_own_flags(gpus, hosts, trains, trainer):
     sizes = gpus.split(",")
     nodes = []
@@ -106,7 +133,13 @@ def test_hetseq_four_nodes(url, hosts, trains, trainer):
     trains("HetSeq's flags", f"1+1+1+1, `{url[:7]}`", *hetseq(hosts, trainer, url, 1, [0, 1, 2, 3]))
 
 
-@pytest.mark.parametrize("url", [*URLS, f"tcp://[fd77::1]:{PORT}", f"tcp://nodea:{PORT}"])
+@pytest.mark.parametrize(
+    ("url", "model"),
+    [
+        *((url, "MNIST") for url in [*URLS, f"tcp://[fd77::1]:{PORT}", f"tcp://nodea:{PORT}"]),
+        (URLS[0], "BERT"),
+    ],
+)
 def test_hetseq_uneven(url, hosts, trains, trainer):
     kind = {"[": "`tcp://`, IPv6", "n": "`tcp://`, host name"}.get(url[6], f"`{url[:7]}`")
     trains("HetSeq's flags", f"3+1, {kind}", *hetseq(hosts, trainer, url, 3, [0, 3]))
@@ -137,6 +170,7 @@ def test_torchrun_standalone(hosts, trains, trainer):
     trains("torchrun", "4, `--standalone`", hosts.on("nodea", *launcher, *trainer[1:]))
 
 
+@BOTH
 def test_torchrun_static(hosts, trains, trainer):
     meeting = ["--nnodes", 2, "--master-addr", MASTER, "--master-port", PORT]
     nodes = [
@@ -159,6 +193,7 @@ def test_torchrun_c10d(hosts, trains, trainer):
     trains("torchrun", "3+1, c10d", *nodes)
 
 
+@BOTH
 def test_torch_distributed_launch(hosts, trains, trainer):
     nodes = [
         hosts.on(
@@ -190,14 +225,15 @@ def test_accelerate(hosts, trains, trainer):
 
 
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("layout", "options", "model"),
     [
-        ("4", "-N1 -n4"),
-        ("3+1", "-N2 -n4"),
-        ("3+1, heterogeneous step", "-N1 -n3 --gres=gpu:3 : -N1 -n1 --gres=gpu:1"),
-        ("3+1, `-m cyclic`", "-N2 -n4 -m cyclic"),
-        ("3+1, one GPU visible to each task", "-N2 -n4 --gpus-per-task=1"),
-        ("1+3, rank 0 on the second host", "-w nodeb -n1 : -w nodea -n3"),
+        ("4", "-N1 -n4", "MNIST"),
+        ("3+1", "-N2 -n4", "MNIST"),
+        ("3+1", "-N2 -n4", "BERT"),
+        ("3+1, heterogeneous step", "-N1 -n3 --gres=gpu:3 : -N1 -n1 --gres=gpu:1", "MNIST"),
+        ("3+1, `-m cyclic`", "-N2 -n4 -m cyclic", "MNIST"),
+        ("3+1, one GPU visible to each task", "-N2 -n4 --gpus-per-task=1", "MNIST"),
+        ("1+3, rank 0 on the second host", "-w nodeb -n1 : -w nodea -n3", "MNIST"),
     ],
 )
 def test_srun(layout, options, slurm, trains, program):
@@ -224,6 +260,11 @@ def test_sbatch(slurm, trains, program, tmp_path):
     trains("sbatch", "3+1", slurm("timeout", 100, "sbatch", "--wait", script))
 
 
+MPI_LAYOUTS = pytest.mark.parametrize(
+    ("layout", "where", "model"),
+    [("4", "nodea:4", "MNIST"), ("3+1", "nodea:3,nodeb:1", "MNIST"), ("3+1", "nodea:3,nodeb:1", "BERT")],
+)
+
 # --- MPI ---------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +273,7 @@ def openmpi(ssh_config: Path) -> list:
     return ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *ssh]
 
 
-@pytest.mark.parametrize(("layout", "where"), [("4", "nodea:4"), ("3+1", "nodea:3,nodeb:1")])
+@MPI_LAYOUTS
 def test_openmpi(layout, where, hosts, ssh_config, trains, program):
     needs("mpirun.openmpi")
     address = ["-x", f"MASTER_ADDR={MASTER}"] if "nodeb" in where else []
@@ -240,9 +281,19 @@ def test_openmpi(layout, where, hosts, ssh_config, trains, program):
     trains("Open MPI", layout, hosts.on("nodea", *command))
 
 
-@pytest.mark.parametrize(("layout", "where"), [("4", "nodea:4"), ("3+1", "nodea:3,nodeb:1")])
+@MPI_LAYOUTS
 def test_mpich(layout, where, hosts, ssh_config, trains, program):
     needs("mpiexec.hydra")
     address = ["-genv", "MASTER_ADDR", MASTER] if "nodeb" in where else []
     command = ["mpiexec.hydra", "-launcher", "ssh", "-hosts", where, "-n", 4, *address, *program]
     trains("MPICH", layout, hosts.on("nodea", *command, HYDRA_LAUNCHER_EXTRA_ARGS=f"-F {ssh_config}"))
+
+
+# --- ssh ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_ssh_launcher(hosts, ssh_config, trains, trainer):
+    script = ROOT / "launch_scripts" / "ssh_uneven.sh"
+    environ = {"SSH_CONFIG": str(ssh_config), "PYTHON": str(PYTHON)}
+    trains("ssh_uneven.sh", "3+1", hosts.on("nodea", script, "nodea:3,nodeb:1", *trainer[1:], **environ))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import PYTHON, STATE, needs
-from tests.cluster.test_launchers import MASTER, PORT, TRAINING, words
+from tests.cluster.test_launchers import MASTER, PORT, words
 from tests.harness import MNIST, ROOT, losses
 
 SCRIPTS = ROOT / "launch_scripts"
@@ -178,15 +178,6 @@ def test_mpirun_uneven(mpirun, script, ssh_config):
     result = script("nodea", "mpirun_uneven.sh", "nodea:3,nodeb:1", HELLO, *CPU, **environ).result()
     expected = [line.partition("hello")[2] for line in processes({"nodea": 3, "nodeb": 1}, URL)]
     assert [line.partition("hello")[2] for line in greetings(result.output)] == expected, result.output
-
-
-def test_ssh_uneven(hosts, script, ssh_config, trains, tmp_path):
-    flags = [*TRAINING, "--out-dir", tmp_path / "run"]
-    trains(
-        "ssh_uneven.sh",
-        "3+1",
-        script("nodea", "ssh_uneven.sh", "nodea:3,nodeb:1", MNIST, *flags, SSH_CONFIG=str(ssh_config)),
-    )
 
 
 def test_ssh_uneven_ends_every_node_when_one_fails(hosts, script, ssh_config):
