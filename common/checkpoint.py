@@ -110,9 +110,19 @@ def save(
             shutil.rmtree(old)
         _remove_leftovers(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
+        free = _free_space(folder)  # before the part that was written is taken away
         shutil.rmtree(aside, ignore_errors=True)
-        raise RunError(f"could not write the checkpoint {target}: {error}; the earlier ones are whole") from error
+        raise RunError(
+            f"could not write the checkpoint {target}: {error}; the earlier ones are whole. {free}"
+        ) from error
     return target
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"The disk had {shutil.disk_usage(folder).free / 1e6:.1f} MB left: make room, or lower --keep"
+    except OSError as error:
+        return f"The disk does not answer: {error.strerror}"
 
 
 def resume(

@@ -84,8 +84,12 @@ def _supervise(workers: list[Worker], args: argparse.Namespace) -> int:
         return _wait_for_all(processes)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:  # the fork server keeps its socket in a temporary directory
+        say(None, f"error: could not start the workers: {error.strerror}: make room in TMPDIR or /tmp", error=True)
+        return 1
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second Ctrl-C must not stop us from ending a stopped worker
+            signal.signal(number, signal.SIG_IGN)
         _end(processes)
 
 

@@ -127,9 +127,12 @@ class Report:
         self.total_steps = total_steps
         if self.worker.is_main:
             self.folder = folder
-            self._drop_rows_after(first_step)
-            self.metrics = (folder / "metrics.jsonl").open("a")
-            self._write_run_json(facts)
+            try:
+                self._drop_rows_after(first_step)
+                self.metrics = (folder / "metrics.jsonl").open("a")
+                self._write_run_json(facts)
+            except OSError as error:
+                raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
             if self.args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -346,7 +349,10 @@ class Report:
         spent = ", ".join(f"{name} {value / 1e3:.1f} s" for name, value in self.sums_ms.items())
         say(self.worker, f"done     {step} steps: {found}" if found else f"done     {step} steps")
         say(self.worker, f"time     {seconds:.1f} s of training, {rate:,.0f} {self.unit}/s; mean over ranks: {spent}")
-        plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
+        try:
+            plot_curves(self.folder / "metrics.jsonl", self.folder / "curves.png")
+        except OSError as error:  # the training itself is done, and saved
+            say(self.worker, f"could not write {self.folder / 'curves.png'}: {error.strerror}", error=True)
         say(self.worker, f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest")
         if self.board is not None:
             self.board.close()

@@ -74,3 +74,35 @@ def test_a_command_runs_from_any_folder_and_from_its_own(tmp_path):
         result = start("python", name, *flags, cwd=place).result()
         assert result.code == 0, result.output
     assert (tmp_path / MNIST.parent.name / "curves.png").exists()
+
+
+def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
+    processes = family(command)
+    stopped = workers_of(processes)[-1]
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        command.process.send_signal(signal.SIGINT)
+        time.sleep(1.0)  # the command now waits for the stopped worker
+        command.process.send_signal(signal.SIGINT)
+        command.result(timeout=30)
+        assert all_gone(processes, seconds=3)
+    finally:
+        if stopped.is_running():
+            stopped.kill()
+
+
+@pytest.mark.parametrize("kilobytes, message", [(0, "could not start the workers"), (1, "could not write into")])
+def test_a_disk_without_room_is_named_in_one_line(kilobytes, message, tmp_path):
+    limited = (
+        "bash",
+        "-c",
+        f'ulimit -f {kilobytes}; exec "$@"',
+        "bash",
+        "python",
+        MNIST,
+    )  # the most that a file may hold
+    flags = ("--dataset", "digits", "--max-steps", "1", "--device", "cpu", "--out-dir", tmp_path / "run")
+    result = start(*limited, *flags).result()
+    assert result.code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
