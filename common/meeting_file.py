@@ -7,7 +7,7 @@ from common.errors import UserError
 
 # File systems of one machine alone. (A network file system, or an unknown one, gets the benefit of the doubt.)
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (8 bytes), key, length, value, ...
+FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (4 bytes), key, length, value, ...
 
 
 def check(url: str) -> Path:
@@ -30,7 +30,7 @@ def check(url: str) -> Path:
 def _is_store(path: Path) -> bool:
     with path.open("rb") as file:
         beginning = file.read(32)
-    return not beginning or any(beginning[8:].startswith(key) for key in FIRST_KEYS)
+    return not beginning or beginning[4:].startswith(FIRST_KEYS)
 
 
 def local_file_system(path: Path) -> str | None:

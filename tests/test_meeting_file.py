@@ -1,0 +1,41 @@
+"""Ranks that meet over a file: they train as over TCP, and what a dead run has left does not confuse them."""
+
+from tests.harness import MNIST, Node, losses, playing
+
+TRAINING = ["--dataset", "digits", "--max-steps", 2, "--device", "cpu", "--join-timeout", 60]
+
+
+def nodes(meeting, folder) -> list[Node]:
+    """2+1 in HetSeq's flags."""
+    common = ["--distributed-init-method", f"file://{meeting}", "--distributed-world-size", 3, "--out-dir", folder]
+    first = Node([*TRAINING, *common, "--distributed-gpus", 2, "--distributed-rank", 0])
+    return [first, Node([*TRAINING, *common, "--distributed-gpus", 1, "--distributed-rank", 2])]
+
+
+def test_ranks_meet_over_a_file_and_take_it_away(tmp_path):
+    results = playing(MNIST, nodes(tmp_path / "meeting", tmp_path / "run"), tmp_path).results()
+    assert [result.code for result in results] == [0, 0], results
+    assert len(losses(tmp_path / "run")) == 2
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
+    meeting = tmp_path / "meeting"
+    dead = playing(MNIST, nodes(meeting, tmp_path / "run")[:1], tmp_path)
+    while not (meeting.exists() and b"response" in meeting.read_bytes()):
+        assert any(worker.is_alive() for worker in dead.workers), dead.results()
+    for worker in dead.workers:
+        worker.kill()
+        worker.join()
+    results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
+    assert [result.code for result in results] == [0, 0], results
+    assert "of a run that has ended: they are passed over" in results[0].output
+
+
+def test_a_rank_that_is_claimed_twice_is_refused_over_a_file_too(tmp_path):
+    first, second = nodes(tmp_path / "meeting", tmp_path / "run")
+    second.flags[-1] = 1
+    results = playing(MNIST, [first, second], tmp_path).results()
+    for result in results:
+        assert result.code == 2
+        assert "rank 1 is claimed twice" in result.output
