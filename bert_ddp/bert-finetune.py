@@ -97,7 +97,9 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         pretrained.prepare(config, data.names, args.dropout)
-        net = pretrained.open_model(source, args.task, config, new_heads=True).to(device, precision.dtype)
+        net = pretrained.open_model(source, args.task, config, new_heads=True)
+        group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
+        net = net.to(device, precision.dtype)
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         schedule = warm_up_then_decay(round(args.warmup * schedule_steps), schedule_steps)

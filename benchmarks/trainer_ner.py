@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""The peer of benchmarks/finetune.py: transformers.Trainer on the same entities, as its own example sets it up.
+
+    trainer_ner.py --model FOLDER --data FOLDER --epochs 3 --lr 5e-5 --batch 32 --seed 0 --out-dir DIR
+
+Prints one line of JSON: seconds of training (without evaluations and checkpoints), and test and dev F1 of the best
+weights. `--max-steps` ends earlier.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    DataCollatorForTokenClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from bert_ddp import tasks
+from bert_ddp.scores import score_entities
+
+
+class Examples(torch.utils.data.Dataset):
+    """Tokenized sentences, the label on the first piece of each word."""
+
+    def __init__(self, sentences: list[tasks.Sentence], names: list[str], tokenizer):
+        self.rows = []
+        for sentence in sentences:
+            row = tokenizer(sentence.words, is_split_into_words=True, truncation=True, max_length=128)
+            words = row.word_ids()
+            first = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
+            row["labels"] = [
+                names.index(sentence.tags[word]) if begins else tasks.IGNORE
+                for word, begins in zip(words, first, strict=True)
+            ]
+            self.rows.append(dict(row))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.rows[index]
+
+
+class TrainingClock(TrainerCallback):
+    """Seconds inside optimizer steps and between them, apart from evaluations and checkpoints."""
+
+    def __init__(self):
+        self.seconds, self.began = 0.0, None
+
+    def on_step_begin(self, *_, **__):
+        self.began = self.began or time.perf_counter()
+
+    def on_step_end(self, *_, **__):
+        now = time.perf_counter()
+        self.seconds, self.began = self.seconds + now - self.began, now
+
+    def on_epoch_end(self, *_, **__):  # evaluation and checkpoint follow
+        self.began = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind in (("model", str), ("data", str), ("epochs", int), ("lr", float), ("batch", int), ("seed", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--out-dir", required=True)
+    parser.add_argument("--max-steps", type=int, default=-1)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    sources = tasks.find_sources(args.data, {})
+    sentences = {role: tasks.read_sentences(source, role) for role, source in sources.items()}
+    names = tasks.label_names(sentences["train"])
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    sets = {role: Examples(some, names, tokenizer) for role, some in sentences.items()}
+    transformers.set_seed(args.seed)
+    model = AutoModelForTokenClassification.from_pretrained(
+        args.model, num_labels=len(names), id2label=dict(enumerate(names)), dtype=torch.float32
+    )
+
+    def metrics(prediction) -> dict[str, float]:
+        answers = prediction.predictions.argmax(-1)
+        pairs = [
+            [(names[label], names[answer]) for label, answer in zip(*row, strict=True) if label != tasks.IGNORE]
+            for row in zip(prediction.label_ids, answers, strict=True)
+        ]
+        gold, found = ([[pair[side] for pair in row] for row in pairs] for side in (0, 1))
+        return {"f1": score_entities(gold, found).numbers["f1"]}
+
+    clock = TrainingClock()
+    settings = TrainingArguments(
+        output_dir=args.out_dir,
+        num_train_epochs=args.epochs,
+        max_steps=args.max_steps,
+        learning_rate=args.lr,
+        per_device_train_batch_size=args.batch,
+        per_device_eval_batch_size=64,
+        weight_decay=0.01,
+        lr_scheduler_type="linear",
+        warmup_steps=0.1,
+        max_grad_norm=1.0,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="f1",
+        logging_steps=50,
+        report_to="none",
+        seed=args.seed,
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model,
+        settings,
+        train_dataset=sets["train"],
+        eval_dataset=sets["dev"],
+        processing_class=tokenizer,
+        data_collator=DataCollatorForTokenClassification(tokenizer),
+        compute_metrics=metrics,
+        callbacks=[clock],
+    )
+    trainer.train()
+    test = trainer.predict(sets["test"]).metrics["test_f1"]
+    dev = trainer.evaluate()["eval_f1"]
+    print(json.dumps({"training_seconds": clock.seconds, "test_f1": test, "dev_f1": dev}))
+
+
+if __name__ == "__main__":
+    main()
