@@ -172,8 +172,8 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
         batch = batch.to(device)
         with precision.autocast():
             logits, next_logits = net(**batch.inputs)
-        labels = batch.labels.flatten()
-        loss_sum = cross_entropy(logits, labels, reduction="sum")
+            labels = batch.labels.flatten()
+            loss_sum = cross_entropy(logits, labels, reduction="sum")
         next_correct = 0 if next_logits is None else (next_logits.argmax(dim=1) == batch.next_labels).sum()
         counted = (labels != rows.IGNORED).sum()
         sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), counted, next_correct, len(batch))

@@ -9,6 +9,7 @@ For a `transformers` model the directory is also what `from_pretrained` reads. R
 on resume it reads and sends the state to the others.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from common.process_group import Group
 from common.report import say
 
 FORMAT = 1
+REPLACED = ".writing-old-"
 WEIGHTS, TRAINING_STATE, STATE = "model.safetensors", "training_state.pt", "state.json"
 
 
@@ -57,7 +59,7 @@ class Checkpoint:
         """Fill the optimizer, scheduler and scaler that are named, each through its `load_state_dict`."""
         saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
         for name, part in parts.items():
-            part.load_state_dict(saved[name])
+            _fill(part, saved[name])
 
     def require(self, **fields: Any) -> None:
         """Raise UserError unless the checkpoint was written with these values, such as `dataset="mnist"`."""
@@ -101,17 +103,18 @@ def save(
         for path in [*aside.iterdir(), aside]:
             _sync(path)
         if target.exists():  # a resumed run that comes to the same step again
-            target.rename(folder / f".writing-old-{target.name}-{os.getpid()}")
+            target.rename(folder / f"{REPLACED}{target.name}")
         aside.rename(target)
         _sync(folder)
         _point_latest(folder, target.name)
-        by_age = sorted(_by_step(folder), key=lambda path: path.stat().st_mtime)
-        for old in by_age[:-keep] if keep else []:
+        others = sorted((path for path in _by_step(folder) if path != target), key=lambda path: path.stat().st_mtime)
+        for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
             shutil.rmtree(old)
         _remove_leftovers(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
         free = _free_space(folder)  # before the part that was written is taken away
         shutil.rmtree(aside, ignore_errors=True)
+        _bring_back_replaced(folder)
         raise RunError(
             f"could not write the checkpoint {target}: {error}; the earlier ones are whole. {free}"
         ) from error
@@ -153,7 +156,7 @@ def resume(
     received = broadcast_tree({"step": found.state["step"], "parts": tree} if found else {"step": 0}, group.device)
     if received["step"] and not group.worker.is_main:
         for name, part in {"model": model, **parts}.items():
-            part.load_state_dict(received["parts"][name])
+            _fill(part, received["parts"][name])
     return received["step"]
 
 
@@ -175,7 +178,7 @@ def broadcast_tree(tree: Any, device: torch.device) -> Any:
     def strip(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
             tensors.append(node)
-            return torch.empty_like(node, device="meta")
+            return torch.empty_like(node, device="meta", memory_format=torch.contiguous_format)
         if isinstance(node, dict):
             return {key: strip(value) for key, value in node.items()}
         return [strip(value) for value in node] if isinstance(node, list | tuple) else node
@@ -210,7 +213,8 @@ def find(path: Path, complain: Callable[[str], None] = print) -> Checkpoint | No
             raise UserError(f"--resume {path}: {damage}: name another checkpoint", same_on_every_rank=True)
         return checkpoint
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    latest = (folder / "latest").resolve().name
+    _bring_back_replaced(folder)
+    latest = _latest(folder)
     # newest first, but one beyond `latest` last: it is of a branch that was left when a run went back
     candidates = sorted(_by_step(folder), key=lambda path: (path.name <= latest, path.name), reverse=True)
     for candidate in candidates:
@@ -236,6 +240,11 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return None, f"{STATE} cannot be read: {error}"
     return Checkpoint(path, state), ""
+
+
+def _fill(part: Any, state: dict[str, Any]) -> None:
+    if state:  # the scaler of a run that was not in fp16 has none
+        part.load_state_dict(state)
 
 
 def _weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -269,16 +278,38 @@ def _by_step(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def _bring_back_replaced(folder: Path) -> None:
+    """A checkpoint that was moved aside for a new one of the same step, which then never came."""
+    with contextlib.suppress(OSError):  # a folder that cannot be written is still good to read from
+        for path in folder.glob(f"{REPLACED}*"):
+            original = folder / path.name.removeprefix(REPLACED)
+            if not original.exists():
+                path.rename(original)
+
+
 def _remove_leftovers(folder: Path) -> None:
+    _bring_back_replaced(folder)
     for path in folder.glob(".writing-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _point_latest(folder: Path, name: str) -> None:
+    """A link, so that other programs can read `checkpoints/latest/`; a file with the name where there are no links."""
     link = folder / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
-    link.symlink_to(name)
+    try:
+        link.symlink_to(name)
+    except OSError:
+        link.write_text(name)
     link.replace(folder / "latest")
+
+
+def _latest(folder: Path) -> str:
+    """The name of the checkpoint that `latest` points to, or an empty string."""
+    link = folder / "latest"
+    if link.is_symlink():
+        return link.readlink().name
+    return link.read_text() if link.is_file() else ""
 
 
 def _checksum(path: Path) -> str:
@@ -288,6 +319,8 @@ def _checksum(path: Path) -> str:
 
 def _sync(path: Path) -> None:
     """Push a file or a folder's entries to the disk, so that a power cut cannot leave a rename without its data."""
+    if os.name == "nt":  # Windows syncs no directories, and no files that are open for reading alone
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,6 +8,7 @@ DDP averages the gradients over ranks. A trainer whose rank backpropagates
 the gradient of the mean over the global batch, whatever the ranks hold.
 """
 
+import inspect
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 def wrap(model: torch.nn.Module, device: torch.device, compiled: bool = False) -> DistributedDataParallel:
     """`model` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this."""
+    # Buffers are constants here, the same on every rank: no broadcast of them before each forward.
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     wrapped = DistributedDataParallel(
         CompiledUnlessEmpty(model) if compiled else model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        **{"forward_sync_buffers" if newer else "broadcast_buffers": False},
     )
     wrapped.timer = StepTimer(device)
     wrapped.register_comm_hook(wrapped.timer, _all_reduce)

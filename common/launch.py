@@ -36,6 +36,11 @@ INTERRUPTED = 130
 
 LOST_CONTACT = (
     "closed by peer",
+    "Connection was likely closed",
+    "recvValue failed",
+    "remote process exited",
+    "ncclRemoteError",
+    "communicator was aborted",
     "reset by peer",
     "Timed out waiting",
     "Broken pipe",
@@ -73,8 +78,9 @@ def main(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace, L
 def _supervise(workers: list[Worker], args: argparse.Namespace) -> int:
     """Run one process for each worker. The first that fails ends the others; returns its exit code, or 0."""
     methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
+    forks = "forkserver" in methods and sys.platform != "darwin"  # macOS' frameworks do not survive a fork
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
         context.set_forkserver_preload(["__main__"])
     processes = [context.Process(target=_enter, args=(worker, args), name=f"rank {worker.rank}") for worker in workers]
     signal.signal(signal.SIGTERM, _raise_interrupt)

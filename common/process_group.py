@@ -88,10 +88,11 @@ class Group:
                 yield
         else:
             self._wait(turn, lambda: self.store.check([f"{turn}/rank {leader}"]), what)
-            yield
-        self.store.add(f"{turn}/through", 1)
-        everyone = self.worker.world_size
-        self._wait(turn, lambda: self.store.add(f"{turn}/through", 0) == everyone, f"{what} on the other nodes")
+            with self._announcing(turn, f"rank {self.worker.rank}"):
+                yield
+        if self.store.add(f"{turn}/through", 1) == self.worker.world_size:
+            self.store.set(f"{turn}/all", "done")
+        self._wait(turn, lambda: self.store.check([f"{turn}/all"]), f"{what} on the other nodes")
 
     def agree(self, **fields: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Collective."""
@@ -113,16 +114,22 @@ class Group:
         try:
             yield
             self.store.set(f"{turn}/{name}", "done")
-        except Exception as error:
+        except BaseException as error:
             mistake = isinstance(error, UserError) and not isinstance(error, RunError)
-            self.store.set(f"{turn}/failed", json.dumps({"error": str(error), "mistake": mistake}))
-            deadline = time.monotonic() + LINGER_SECONDS
-            while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+            failure = {"error": str(error) or type(error).__name__, "mistake": mistake}
+            with contextlib.suppress(RuntimeError):  # the store may be gone already
+                self.store.set(f"{turn}/failed", json.dumps(failure))
+                deadline = time.monotonic() + LINGER_SECONDS
+                while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
             raise
 
     def _wait(self, turn: str, ready: Callable[[], bool], what: str) -> None:
         """Wait on the store until `ready()`, saying what for. Raises what another rank has announced as failed."""
+        with limit(self.work_timeout_seconds + LINGER_SECONDS, self.worker, f"the wait for {what} (--work-timeout)"):
+            self._poll(turn, ready, what)
+
+    def _poll(self, turn: str, ready: Callable[[], bool], what: str) -> None:
         began = said = time.monotonic()
         while not ready():
             if self.store.check([f"{turn}/failed"]):
@@ -138,6 +145,27 @@ class Group:
                 said = now
                 say(self.worker, f"waiting for {what} ({now - began:.0f} s)")
             time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def limit(seconds: float, worker: Worker, what: str) -> Iterator[None]:
+    """End this process with a line when the body takes longer: for calls into torch that may not come back.
+
+    A store whose host is frozen answers no call, and NCCL's connecting knows no time-out; no limit of ours inside
+    such a call would be looked at.
+    """
+
+    def give_up() -> None:
+        say(worker, f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", error=True)
+        os._exit(RunError.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -186,7 +214,8 @@ def join(worker: Worker, args: Namespace, device: torch.device, backend: str, pr
     """
     store, addresses = _open_store(worker, args)
     view = _view(worker, args, device, backend, addresses) | {"problem": problem}
-    verdict = _Join(worker, args, store, view).run()
+    with limit(args.join_timeout + 5 * LINGER_SECONDS, worker, "joining (--join-timeout)"):
+        verdict = _Join(worker, args, store, view).run()
     own = _own_address(args, addresses, verdict)
     _name_interface(args, own)
     return Joined(dist.PrefixStore(f"job/{verdict['token']}", store), verdict["views"], own)
@@ -194,14 +223,15 @@ def join(worker: Worker, args: Namespace, device: torch.device, backend: str, pr
 
 def connect(worker: Worker, args: Namespace, device: torch.device, backend: str, joined: Joined) -> None:
     """Connect the ranks after `join`. Every rank must call this."""
-    dist.init_process_group(
-        backend,
-        store=joined.store,
-        rank=worker.rank,
-        world_size=worker.world_size,
-        timeout=timedelta(seconds=args.timeout),
-        device_id=device if backend == "nccl" else None,
-    )
+    with limit(args.timeout, worker, "connecting the ranks (--timeout)"):
+        dist.init_process_group(
+            backend,
+            store=joined.store,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            timeout=timedelta(seconds=args.timeout),
+            device_id=device if backend == "nccl" else None,
+        )
 
 
 def _address(worker: Worker, joined: Joined) -> str:
@@ -541,6 +571,7 @@ class _Presider:
         self.entries = 0
         self.unseen: set[int] = set()  # entries whose view is not there yet; a process that died leaves one for ever
         self.heard_by = 0  # how many living processes there are to hear the verdict
+        self.expected = self.worker.world_size  # how many there may be, by the largest world size that one believes in
         self.decided = False
         self.posted_missing = ""
         host = f"{socket.gethostname()} pid {os.getpid()}, {self.worker.layout.source}"
@@ -559,6 +590,7 @@ class _Presider:
         for entry in list(self.waiting):
             if self.join._read(f"join/{entry}/response") == self.token:
                 self.heard_by += 1
+                self.expected = max(self.expected, int(self.waiting[entry]["layout"]["world size"]))
                 self._admit(self.waiting.pop(entry))
         if len(self.alive) == self.worker.world_size:
             self.decide()
@@ -636,7 +668,7 @@ class _Presider:
         """Keep the store until everyone has heard; after a refusal also a while for those still to come."""
         deadline = time.monotonic() + LINGER_SECONDS
         while time.monotonic() < deadline:
-            everyone = self.heard_by >= self.worker.world_size or not verdict["problem"]
+            everyone = self.heard_by >= self.expected or not verdict["problem"]
             if everyone and self.store.add(f"join/{self.token}/heard", 0) >= self.heard_by:
                 return
             self.advance()

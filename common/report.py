@@ -59,19 +59,34 @@ def open_folder(group: "Group", args: Namespace, name: str) -> Path | None:
     folder = None
     with group.others_wait("rank 0, which opens the files of this run"):
         if group.worker.is_main:
-            folder = args.out_dir or _next_folder(name, args.resume)
+            folder = args.out_dir or _latest_folder(name, args.resume) or _new_folder(name)
             if not args.eval_only:
                 _make_writable(folder, args.resume)
+            elif args.resume == "auto" and not list(folder.glob("checkpoints/step-*")):
+                raise UserError(
+                    f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
+                )
     return folder
 
 
-def _next_folder(name: str, resume: str | None) -> Path:
-    earlier = sorted(Path("runs").glob(f"{name}-[0-9][0-9][0-9][0-9]"))
+def _latest_folder(name: str, resume: str | None) -> Path | None:
+    earlier = sorted(Path("runs").glob(f"{name}-[0-9][0-9][0-9][0-9]")) if resume == "auto" else []
     with_checkpoints = [path for path in earlier if (path / "checkpoints").is_dir()]
-    if resume == "auto" and with_checkpoints:
-        return with_checkpoints[-1]
-    number = int(earlier[-1].name[-4:]) + 1 if earlier else 1
-    return Path("runs") / f"{name}-{number:04d}"
+    return with_checkpoints[-1] if with_checkpoints else None
+
+
+def _new_folder(name: str) -> Path:
+    """runs/NAME-0001, or the next number; two runs that start together get two."""
+    number = 1
+    while True:
+        folder = Path("runs") / f"{name}-{number:04d}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"--out-dir {folder} cannot be written: {error.strerror}: name another directory") from None
 
 
 def _make_writable(folder: Path, resume: str | None) -> None:
@@ -113,6 +128,7 @@ class Report:
         self.sums_ms = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
         self.began = self.flushed = self.spoke = time.perf_counter()
         self.paused_seconds = 0.0  # evaluation and checkpoints
+        self.earlier_seconds = 0.0  # trained before this run was resumed, up to its last evaluation
         self.last_loss = float("nan")
         self.last_eval: dict[str, float] = {}
         self.bar = None
@@ -136,13 +152,27 @@ class Report:
             if self.args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+                self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
             self._header(facts)
             if sys.stderr.isatty():
                 from tqdm import tqdm
 
                 self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1)
+        self._remember_earlier_starts()
         self.began = self.flushed = self.spoke = time.perf_counter()
+
+    def _remember_earlier_starts(self) -> None:
+        """What a resumed run knew at its checkpoint: the last evaluation and the seconds trained. Collective."""
+        import torch.distributed as dist
+
+        known: list[Any] = [0.0, {}]
+        if self.worker.is_main:
+            evals = [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "eval"]
+            if evals:
+                about = ("kind", "step", "epoch", "count", "training_seconds")
+                known = [evals[-1]["training_seconds"], {k: v for k, v in evals[-1].items() if k not in about}]
+        dist.broadcast_object_list(known, src=0)
+        self.earlier_seconds, self.last_eval = known
 
     def _header(self, facts: Mapping[str, object]) -> None:
         layout = self.worker.layout
@@ -192,7 +222,7 @@ class Report:
         """A resumed run does the steps after its checkpoint again: their rows would stand twice."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
-            rows = [row for row in read_metrics(path) if row.get("step", 0) <= step and row["kind"] != "summary"]
+            rows = [row for row in read_metrics(path) if row.get("step", 0) <= step]
             aside = path.with_suffix(".tmp")
             aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
             aside.replace(path)
@@ -237,7 +267,8 @@ class Report:
             self.last_step, self.last_loss = row["step"], loss
             if row["step"] % self.args.log_every == 0:
                 rate = samples / seconds
-                self._write("train", row["step"], loss=loss, lr=row["lr"], grad_norm=grad_norm, samples_per_second=rate)
+                norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no infinity
+                self._write("train", row["step"], loss=loss, lr=row["lr"], grad_norm=norm, samples_per_second=rate)
         self._show_progress(samples / seconds)
 
     def _gather(self, loss_sums: list["torch.Tensor"]) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
@@ -299,8 +330,8 @@ class Report:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds since training began, without evaluation and checkpoints."""
-        return time.perf_counter() - self.began - self.paused_seconds
+        """Seconds of training, without evaluation and checkpoints, with those before a resume."""
+        return self.earlier_seconds + time.perf_counter() - self.began - self.paused_seconds
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
@@ -333,8 +364,11 @@ class Report:
             return
         if self.bar is not None:
             self.bar.close()
+        if self.last_step == self.first_step:
+            say(self.worker, f"done     nothing was left to do: {self.folder} has its {step} steps")
+            return
         seconds = self.training_seconds
-        rate = self.samples / seconds if self.samples else 0.0
+        rate = self.samples / (seconds - self.earlier_seconds)
         parts = {f"{name}_seconds": round(value / 1e3, 3) for name, value in self.sums_ms.items()}
         row = {
             "steps": step,

@@ -95,8 +95,12 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
     from torchvision import datasets
 
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[name]
+    lock = folder / f".{name}.lock"
     try:
         return _read(kind, folder)
+    except UserError:
+        if not lock.exists():  # else another process may be unpacking these files at this moment
+            raise
     except (FileNotFoundError, NotADirectoryError):
         pass
     try:
@@ -104,10 +108,10 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
         if not os.access(folder, os.W_OK):
             raise PermissionError("not writable")
         # Another run, or another node on a shared disk, may be downloading the same files at this moment.
-        with FileLock(folder / f".{name}.lock", timeout=3600):
+        with FileLock(lock, timeout=3600):
             kind(folder, train=True, download=True)  # torchvision checks the MD5 sums and shows a progress bar
     except Timeout:
-        raise RunError(f"{folder}/.{name}.lock: another process has been downloading for an hour: end it") from None
+        raise RunError(f"{lock}: another process has been downloading for an hour: end it") from None
     except OSError as error:
         raise UserError(
             f"--data-dir {folder}: {name} is not there, and that folder cannot be written: {error}"

@@ -77,9 +77,9 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same first weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         net = ConvNet(train_set.side).to(device, precision.dtype)
-        optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps, pct_start=0.2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
@@ -151,7 +151,7 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
         batch = batch.to(device)
         with precision.autocast():
             logits = net(batch.images)
-        loss_sum = cross_entropy(logits, batch.labels, reduction="sum")
+            loss_sum = cross_entropy(logits, batch.labels, reduction="sum")
         sums.add(loss_sum, (logits.argmax(dim=1) == batch.labels).sum(), len(batch))
     net.train()
     total = sums.reduce()
