@@ -1,0 +1,184 @@
+"""BERT-base pretraining on one GPU, ours and transformers.Trainer's: tokens/s, FLOP utilisation, peak memory.
+
+    gpu.py [--tiny] [--only ours|peer] [--lengths 128,512] [--seconds 40]
+
+Rows are random words, for speed does not depend on them. Utilisation is the model's FLOPs a second, as they are
+counted for a model that computes every position (PaLM, appendix B), over what this card reaches in a large bf16
+matrix product, measured first. What the forward pass here leaves out counts as not computed (`done` below).
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from bert_ddp import model as bert
+from bert_ddp.optimizer import decay_groups
+from bert_ddp.rows import Masking, MaskedRows
+
+WORDS = 30_522
+ROWS = {128: 256, 512: 64}  # a step
+SPECIAL = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+
+
+class RandomRows:
+    """A table of random words in memory, read as a `datasets.Dataset` in numpy format is."""
+
+    def __init__(self, rows: int, length: int):
+        random = np.random.default_rng(0)
+        ids = random.integers(1000, WORDS, (rows, length))
+        ids[:, 0], ids[:, -1] = SPECIAL["cls"], SPECIAL["sep"]
+        full = np.full(rows, length)
+        self.columns = {"input_ids": ids, "length": full, "second": full, "maskable": full - 2, "next_label": 0 * full}
+
+    def __getitem__(self, which):
+        return (
+            self.columns[which]
+            if isinstance(which, str)
+            else {name: part[which] for name, part in self.columns.items()}
+        )
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matrix_rate(device: torch.device, size: int) -> float:
+    """FLOP/s of a bf16 product of two size x size matrices: the best of some runs."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        wait(device)
+        best = min(best, (time.perf_counter() - began) / 10)
+    return 2 * size**3 / best
+
+
+def build(tiny: bool, length: int):
+    args = SimpleNamespace(objective="mlm", init_from=None, config_file=None, dropout=None, preset="base")
+    args.preset, args.checkpoint_activations = "tiny" if tiny else "base", False
+    return bert.build(args, {"vocab_size": WORDS, "sequence_length": length, "special": SPECIAL})
+
+
+def flops_a_row(config, length: int, masked: float) -> tuple[float, float]:
+    """(of a model that computes everything but the head at masked tokens only, of what is done here): forward and
+    backward, 6 for each weight and token and 12 x layers x width x length for each token's attention."""
+    width, layers = config.hidden_size, config.num_hidden_layers
+    layer = 4 * width**2 + 2 * width * config.intermediate_size
+    head = masked * length * (width * WORDS + width**2)
+    full = length * layers * (6 * layer + 12 * width * length) + 6 * head
+    keys_and_values = 2 * width**2
+    last = length * 6 * keys_and_values + masked * length * (6 * (layer - keys_and_values) + 12 * width * length)
+    return full, length * (layers - 1) * (6 * layer + 12 * width * length) + last + 6 * head
+
+
+def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: float, compiled: bool) -> float:
+    """Tokens per second of the trainer's own step, data and masks included."""
+    torch.manual_seed(0)
+    net = build(tiny, length).to(device)
+    optimizer = torch.optim.AdamW(decay_groups(net, 0.01), 1e-4, fused=True)
+    meta = {"sequence_length": length, "vocab_size": WORDS, "special": SPECIAL, "stored_masks": False}
+    data = MaskedRows(RandomRows(8 * rows, length), meta, Masking(0.15, False, 0), padded=False)
+    indices = [np.arange(start, start + rows) % len(data) for start in range(0, 8 * rows, rows)]
+    loader = torch.utils.data.DataLoader(
+        data,
+        batch_sampler=indices * 10_000,
+        collate_fn=lambda batch: batch,
+        num_workers=0 if tiny else 4,
+        pin_memory=device.type == "cuda",
+    )
+    model = torch.compile(net) if compiled else net
+    times, began = [], time.perf_counter()
+    for part in loader:
+        part = part.to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            logits, _ = model(**part.inputs)
+            loss = cross_entropy(logits, part.labels.flatten(), reduction="sum")
+        (loss / (data.most * rows)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        wait(device)
+        times.append(time.perf_counter())
+        if len(times) == 6:  # warm: compiled, allocated, tuned
+            began = times[-1]
+        if len(times) > 10 and times[-1] - began > seconds:
+            break
+    steps = [after - before for before, after in zip(times[5:], times[6:], strict=False)]
+    return rows * length / statistics.median(steps)
+
+
+def peer(device: torch.device, tiny: bool, length: int, rows: int, seconds: float, compiled: bool) -> float:
+    """Tokens per second of transformers.Trainer with its collator, in bf16, with the options its docs advise."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    from benchmarks.trainer_clock import tokens_per_second
+    from bert_ddp.vocabulary import SPECIAL as NAMES
+    from bert_ddp.vocabulary import from_words
+
+    words = [f"word{number}" for number in range(WORDS)]
+    for name, number in zip(NAMES, SPECIAL.values(), strict=True):
+        words[number] = name
+    table = RandomRows(8 * rows, length).columns["input_ids"].tolist()
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**build(tiny, length).config.to_dict()))
+    steps = 14 if tiny else 60
+    options = {"bf16": True, "torch_compile": compiled, "dataloader_num_workers": 0 if tiny else 4}
+    options |= {"use_cpu": True} if device.type == "cpu" else {}
+    data = [{"input_ids": row} for row in table]
+    return tokens_per_second(model, data, from_words(words, True), steps, rows, lambda: wait(device), **options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    parser.add_argument("--only", choices=("ours", "peer"))
+    parser.add_argument("--lengths", default="128,512")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of our measurements")
+    args = parser.parse_args()
+    device = torch.device("cpu" if args.tiny else "cuda")
+    if not args.tiny and not torch.cuda.is_available():
+        sys.exit("gpu.py: error: torch sees no CUDA GPU here: use a machine with one, or --tiny to see that it runs")
+    torch.set_float32_matmul_precision("high")
+    peak = matrix_rate(device, 256 if args.tiny else 8192)
+    name = "CPU" if args.tiny else torch.cuda.get_device_name(device)
+    print(f"{name}, torch {torch.__version__}: {peak / 1e12:.1f} TFLOP/s in bf16 products", flush=True)
+    print(
+        "| length | rows | program | tokens/s | utilisation | of what is done | peak GiB |\n| --- " + "| --- " * 6 + "|"
+    )
+    programs = {"ours, compiled": (ours, True), "ours": (ours, False), "Trainer": (peer, False)}
+    programs |= {} if args.tiny else {"Trainer, compiled": (peer, True)}
+    for length in map(int, args.lengths.split(",")):
+        rows = 4 if args.tiny else ROWS.get(length, max(1, 32_768 // length))
+        full, done = flops_a_row(build(args.tiny, length).config, length, 0.15)
+        for title, (program, compiled) in programs.items():
+            if (args.only and args.only != program.__name__) or (args.tiny and compiled):
+                continue
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                rate = program(device, args.tiny, length, rows, 1.0 if args.tiny else args.seconds, compiled)
+            except Exception as error:  # a program that fails must not take the others' numbers with it
+                print(f"| {length} | {rows} | {title} | failed: {str(error).splitlines()[0][:90]} | | | |", flush=True)
+                continue
+            memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            did = done if program is ours else full
+            shares = f"{rate / length * full / peak:.1%} | {rate / length * did / peak:.1%}"
+            print(f"| {length} | {rows} | {title} | {rate:,.0f} | {shares} | {memory:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The model computes less than `transformers` does, and the same numbers; checkpoints are `transformers`' folders."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from bert_ddp import model as bert
+from tests.harness import BERT, play, run, weights
+
+CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
+
+
+def flags(tmp_path, **changes):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 90}))
+    values = {"objective": "mlm", "init_from": None, "dropout": 0.0, "config_file": tmp_path / "config.json"}
+    return SimpleNamespace(**{**values, "preset": "tiny", "checkpoint_activations": False, **changes})
+
+
+def inputs(rows):
+    ids = torch.randint(5, 90, (rows, 16))
+    positions = torch.stack([torch.randperm(16)[:3] for _ in range(rows)]) if rows else ids[:, :3]
+    return {"input_ids": ids, "token_type_ids": (ids > 40).long(), "attention_mask": None, "positions": positions}
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_at_masked_positions_are_those_of_transformers(objective, padded, tmp_path):
+    net = bert.build(flags(tmp_path, objective=objective), META).double()
+    given = inputs(4)
+    if padded:
+        given["attention_mask"] = torch.arange(16) < torch.tensor([16, 9, 12, 16])[:, None]
+    stock = type(net).__bases__[1](net.config).double()
+    stock.load_state_dict(net.state_dict())
+    words, follows = net(**given)
+    full = stock(**{name: value for name, value in given.items() if name != "positions"})
+    expected = full.logits if objective == "mlm" else full.prediction_logits
+    rows = torch.arange(4)[:, None]
+    assert torch.allclose(words, expected[rows, given["positions"]].flatten(0, 1), atol=1e-12)
+    assert (follows is None) == (objective == "mlm")
+    if follows is not None:
+        assert torch.allclose(follows, full.seq_relationship_logits, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
+def test_zero_rows_give_zero_gradients_to_every_weight(objective, tmp_path):
+    net = bert.build(flags(tmp_path, objective=objective), META)
+    bert.sum_of(net(**inputs(0))).backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
+
+
+def test_checkpointed_activations_give_the_same_gradients(tmp_path):
+    given, found = inputs(4), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        net = bert.build(flags(tmp_path, checkpoint_activations=again, dropout=0.1), META)
+        bert.sum_of(net(**given)).backward()
+        found.append(net.bert.embeddings.word_embeddings.weight.grad)
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_weight_tying_survives(tmp_path):
+    net = bert.build(flags(tmp_path), META)
+    assert net.cls.predictions.decoder.weight is net.bert.embeddings.word_embeddings.weight
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+FLAGS = ("--dropout", 0, "--vocab-size", 300, "--global-batch", 32)
+
+
+@pytest.fixture(scope="module")
+def phase_1(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phase-1")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 300}))
+    play(
+        *(BERT, (2,), folder / "run", *FLAGS, "--config-file", folder / "config.json", "--cache-dir", folder / "cache"),
+        *("--max-steps", 2, "--sequence-length", 32),
+    )
+    return folder
+
+
+def test_a_checkpoint_is_a_folder_that_transformers_loads_as_it_is(phase_1):
+    folder = phase_1 / "run" / "checkpoints" / "latest"
+    loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    saved = weights(phase_1 / "run")
+    assert torch.equal(loaded.bert.embeddings.word_embeddings.weight, saved["bert.embeddings.word_embeddings.weight"])
+    fill_mask = transformers.pipeline("fill-mask", model=str(folder), device="cpu")
+    assert len(fill_mask("the [MASK] statement")) == 5
+
+
+def test_phase_2_begins_with_the_weights_and_the_words_of_phase_1_at_another_length(phase_1):
+    start = phase_1 / "run" / "checkpoints" / "latest"
+    play(
+        *(BERT, (1,), phase_1 / "run-2", *FLAGS, "--cache-dir", phase_1 / "cache", "--init-from", start),
+        *("--sequence-length", 64, "--max-steps", 1, "--lr", "1e-12"),
+    )
+    before, after = weights(phase_1 / "run"), weights(phase_1 / "run-2")
+    assert max((before[name] - after[name]).abs().max().item() for name in before) < 1e-6
+    assert json.loads((phase_1 / "run-2/checkpoints/latest/config.json").read_text())["vocab_size"] == 300
+
+
+def test_a_wrong_corpus_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    done = run("python", BERT, "-g", 1, "--device", "cpu", "--corpus", tmp_path / "empty.txt", "--cache-dir", tmp_path)
+    assert done.code == 2
+    assert f"error: --corpus {tmp_path / 'empty.txt'} is empty" in done.output and "Traceback" not in done.output
