@@ -8,6 +8,7 @@ matrix product, measured first. What the forward pass here leaves out counts as 
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from bert_ddp import model as bert
 from bert_ddp.optimizer import decay_groups
-from bert_ddp.rows import Masking, MaskedRows
+from bert_ddp.rows import MaskedRows, Masking
 
 WORDS = 30_522
 ROWS = {128: 256, 512: 64}  # a step
@@ -116,7 +117,7 @@ def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
             began = times[-1]
         if len(times) > 10 and times[-1] - began > seconds:
             break
-    steps = [after - before for before, after in zip(times[5:], times[6:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(times[5:])]
     return rows * length / statistics.median(steps)
 
 

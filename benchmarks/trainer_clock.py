@@ -1,5 +1,7 @@
 """`transformers.Trainer` as the peer: the same rows and the same model, timed step by step."""
 
+import contextlib
+import io
 import itertools
 import statistics
 import tempfile
@@ -41,7 +43,9 @@ def tokens_per_second(
             **options,
         )
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-        Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator, callbacks=[clock]).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator, callbacks=[clock])
+        with contextlib.redirect_stdout(io.StringIO()):  # its own summary
+            trainer.train()
     ends = clock.ends[WARM_UP_STEPS:]
     length = len(rows[0]["input_ids"])
     return batch * length / statistics.median(end - begin for begin, end in itertools.pairwise(ends))

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Pretrain BERT on text, on one process or on nodes with different numbers of GPUs.
 
-    bert-distributed.py                             # all GPUs of this machine, or its CPU, on text that Python brings
-    bert-distributed.py -n 2 -g 8,2 -i 0 --corpus 'books/*.txt'    # on the node with 8 GPUs; prints the next line
-    bert-distributed.py -n 2 -g 8,2 -i 1 --corpus 'books/*.txt' --master-addr NODE0      # on the node with 2
-    torchrun --nproc-per-node 4 bert-distributed.py                # any launcher
+    bert-distributed.py                             # all GPUs of this machine, or its CPU; text that Python brings
+    bert-distributed.py -n 2 -g 8,2 -i 0 --corpus books         # 2 nodes with 8 and 2 GPUs; this is node 0, the master
+    bert-distributed.py -n 2 -g 8,2 -i 1 --corpus books --master-addr NODE0      # this is node 1; node 0 prints this
+    torchrun --nproc-per-node 4 bert-distributed.py                              # any launcher
 
-The loss of every step and the held-out loss do not depend on which of these was typed.
+The loss of every step and the held-out loss do not depend on which of these was typed. (A model with dropout draws
+other noise on another layout; everything else stays the same.)
 """
 
 import math
@@ -36,8 +37,8 @@ def flags() -> ArgumentParser:
     model.add_argument("--config-file", type=Path, metavar="JSON", help="a bert_config.json instead of --preset")
     model.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the config's 0.1")
     model.add_argument("--init-from", metavar="DIR", help="begin with a checkpoint's weights, as phase 2 does")
-    data = corpus.add_corpus_flags(parser)
-    data.add_argument(
+    data_flags = corpus.add_corpus_flags(parser)
+    data_flags.add_argument(
         "--data-workers", type=cli.natural_int, default=0, metavar="N", help="processes that make batches"
     )
     cli.add_output_flags(parser)
@@ -46,8 +47,8 @@ def flags() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
-    # as a module, so that it goes on below this line, and calls train() there.
+    # A wrong flag is answered before torch is imported. This call does not return: it starts the workers, each of
+    # which loads this file as a module, goes on below this line, and enters train().
     launch.main(flags(), cli.check_training)
 
 import torch
@@ -72,8 +73,10 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, args) as group:
         device, precision = group.device, Precision(args.precision, group.device)
 
-        # Data. One item of the loader is this rank's part of one optimizer step: its cut of the global batch.
-        with group.first_on_node("making token rows"):
+        # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4; an epoch's last batch
+        # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer
+        # step, perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
+        with group.first_on_node("the token rows"):
             text = corpus.load(args, lambda line: report.say(worker, line), args.init_from)
         group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
         train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
@@ -93,12 +96,14 @@ def train(worker: Worker, args: Namespace) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
-        # Files. A checkpoint fits any layout, but only the run that it is of.
+        # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
         identity = {"data": f"{args.objective} {text.fingerprint}", "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
+        identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
         folder = report.open_folder(group, args, "bert")
         step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
-        model = ddp.wrap(torch.compile(net) if args.compile else net, device)
+        model = ddp.wrap(net, device, args.compile)
+        # A backward of no rows, so that the first step adds up gradients in the order that all later ones do.
         ddp.settle_buckets(model, bert.sum_of(model(**train_set.__getitems__([]).to(device).inputs)))
         progress = report.Report(group, args, plan, model.timer)
 
@@ -111,7 +116,7 @@ def train(worker: Worker, args: Namespace) -> None:
             text.copy_tokenizer(path)
 
         def save() -> None:
-            with progress.pause(), group.others_wait(f"rank 0 saving step {step}"):
+            with progress.pause(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
@@ -126,8 +131,8 @@ def train(worker: Worker, args: Namespace) -> None:
             for part in model.timer.steps(train_loader):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = masked_tokens[step % plan.steps_per_epoch]
-                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # this rank's; `progress` adds up all
+                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
                         with precision.autocast():
                             logits, next_logits = model(**micro.inputs)
@@ -144,18 +149,15 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 progress.step(step, loss_sum, lr, grad_norm, count)
-                if args.save_every and step % args.save_every == 0:
-                    save()
                 if step == total_steps:
                     break
+                if args.save_every and step % args.save_every == 0 and step % plan.steps_per_epoch:
+                    save()
             with progress.pause():
                 numbers = evaluate(net, test_loader, precision, device)
-            progress.evaluation(step, **numbers)
+            progress.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
             save()
-        progress.line(
-            f"held-out MLM loss {numbers['loss']:.4f}, unigram entropy {text.meta['unigram_entropy']:.4f} nats"
-        )
-        progress.summary(step, unigram_entropy=text.meta["unigram_entropy"])
+        progress.summary(step)
 
 
 @torch.no_grad()

@@ -444,7 +444,7 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     pyplot.close(figure)
 
 
-NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds", "perplexity"}
+NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds", "perplexity", "unigram_entropy"}
 
 
 def _plot_ranks(axes, rows: list[dict]) -> None:
