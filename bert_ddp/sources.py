@@ -112,26 +112,21 @@ def _python_docs() -> Iterator[str]:
 def _from_datasets(name: str) -> Iterator[str]:
     """`hf:NAME[,CONFIG[,SPLIT]]` from the hub or a folder. Its rows are lines where some are blank (wikitext), and
     whole documents otherwise."""
-    import itertools
-
     import datasets
 
     path, *rest = name.removeprefix("hf:").split(",")
     config, split = (*rest, None, None)[:2]
     try:
-        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
-        first = list(itertools.islice(iter(rows), ROWS_TO_LOOK_AT))
+        rows = datasets.load_dataset(path, config or None, split=split or "train")  # on disk; read several times
     except Exception as error:  # whatever the network, the hub and its client come up with
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise UserError(
             f"--corpus {name} could not be loaded ({reason[:200]}): check the name and the network, or give files"
         ) from None
-    if first and "text" not in first[0]:
-        raise UserError(f"--corpus {name} has no column `text`, only {', '.join(first[0])}: give another data set")
-    lines_with_blanks = any(not row["text"].strip() for row in first)
-    for row in itertools.chain(first, itertools.islice(iter(rows), len(first), None)):
-        if lines_with_blanks:
-            break
-        yield from _blocks(row["text"].splitlines())
-    if lines_with_blanks:
+    if "text" not in rows.column_names:
+        raise UserError(f"--corpus {name} has no column `text`, only {', '.join(rows.column_names)}: give another one")
+    if any(not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
         yield from _blocks(line for row in rows for line in row["text"].splitlines() or [""])
+    else:
+        for row in rows:
+            yield from _blocks(row["text"].splitlines())

@@ -98,6 +98,15 @@ def test_the_same_text_elsewhere_has_the_same_fingerprint(folder, tmp_path):
     assert load(tmp_path, *flags).fingerprint == load(folder, *flags).fingerprint
 
 
+def test_a_data_set_by_name_gives_the_rows_of_the_same_text(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text((folder / "text.txt").read_text())
+    flags = ("--sequence-length", 16, "--vocab-size", 300)
+    by_name = load(folder, *flags, "--corpus", f"hf:{tmp_path / 'data'}")
+    assert by_name.fingerprint == load(folder, *flags).fingerprint
+
+
 def test_a_corpus_that_breaks_half_way_leaves_the_cache_whole(folder, tmp_path):
     (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes() + b"\n\n\xff\xfe not text")
     with pytest.raises(UserError, match=r"text.txt, line \d+ is not UTF-8"):
