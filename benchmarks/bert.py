@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """BERT pretraining against transformers.Trainer, side by side in one run: tokens per second and peak memory.
 
-    bert.py [--steps 30] [--tries 3]
+    bert.py [--steps 30] [--tries 3] [--threads CORES]
 
 The same model (4 layers, width 256, 30,522 words), the same rows, 16 of them of 128 tokens a step, the same cores,
 dropout 0.1 in both. Prints a table of docs/benchmarks.md.
@@ -31,7 +31,7 @@ CONFIG |= {"vocab_size": WORDS, "max_position_embeddings": 512}
 
 def run(*command: object, **environ: str) -> tuple[str, float]:
     """Run one program on all cores; what it printed and its peak memory in GiB."""
-    environ = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), **environ}
+    environ = {**os.environ, **environ}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, *map(str, command)], env=environ, stdout=output, stderr=subprocess.STDOUT
@@ -64,8 +64,10 @@ def peer(cache: Path, config: Path, steps: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each program")
     parser.add_argument("--tries", type=int, default=3)
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = folder / "config.json"
