@@ -44,7 +44,14 @@ sweep() { # also after an interrupt that left pytest no time
 }
 pytest=''
 trap '[[ -n $pytest ]] && kill -TERM "$pytest" 2>/dev/null' INT TERM HUP
-trap sweep EXIT
+finish() {
+  local code=$? left
+  sweep
+  left=$(ip netns list 2>/dev/null | grep uneven-; pgrep -af "$state/"; ls -d "$state" "$state.pytest" 2>/dev/null)
+  [[ -z $left ]] || { printf 'make test-cluster: left behind: %s\n' "$left" >&2; code=1; }
+  exit "$code"
+}
+trap finish EXIT
 
 PYTHONDONTWRITEBYTECODE=1 UNEVEN_CLUSTER_LOCKED=1 .venv/bin/python -m pytest -p no:cacheprovider \
   --basetemp="$state.pytest" tests/cluster "$@" 9>&- &

@@ -65,7 +65,7 @@ def test_nccl_on_one_node_without_gpus(hosts):
 
 
 def test_a_rank_that_two_nodes_claim(hosts):
-    results = hetseq(hosts, f"tcp://{MASTER}:{PORT}", ("nodea", 3, 2, 0), ("nodeb", 3, 2, 1))
+    results = hetseq(hosts, f"tcp://{MASTER}:{PORT}", ("nodea", 4, 2, 0), ("nodeb", 4, 2, 1))
     assert_refused(results, "rank 1 is claimed twice", "nodea", "nodeb", "--distributed-rank")
 
 
