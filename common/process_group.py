@@ -481,6 +481,7 @@ class _Join:
     def run(self) -> dict:
         """Post our view and wait for the verdict; rank 0 also presides. Returns {"token", "master", "views"}."""
         self.entry = self.store.add("join/entries", 1)
+        self.view["entry"] = self.entry
         self.store.set(f"join/{self.entry}/view", json.dumps(self.view))
         presiding = _Presider(self) if self.worker.is_main else None
         token = ""
@@ -500,6 +501,9 @@ class _Join:
         if problem := verdict.get("problem"):
             error = RunError if verdict.get("missing") else UserError
             raise error(problem, same_on_every_rank=True)
+        holder = verdict["views"][self.worker.rank]
+        if holder["entry"] != self.entry:  # came while the others were hearing the verdict
+            raise UserError(_claimed_twice(holder, self.view))
         return verdict
 
     def _read(self, key: str) -> str | None:
@@ -546,6 +550,14 @@ class _Join:
             if not presiding:
                 missing = self._read("join/missing") or "rank 0"
             say(self.worker, f"waiting for {missing}; giving up in {self.patience_seconds - (now - self.began):.0f} s")
+
+
+def _claimed_twice(first: dict, second: dict) -> str:
+    places = " and ".join(f"{view['host']} (pid {view['pid']}, {view['source']})" for view in (first, second))
+    return (
+        f"rank {first['rank']} is claimed twice, by {places}: give every node a number of its own "
+        "(-i/--node-rank, or --distributed-rank)"
+    )
 
 
 def _on_local_disk(worker: Worker) -> str:
@@ -603,18 +615,11 @@ class _Presider:
         problem = view["problem"] and f"{_place(view)}: {view['problem']}"
         problem = problem or _difference(mine, view, ("versions", "layout", "backend", "flags"))
         if not problem and view["rank"] in self.alive:
-            problem = self._claimed_twice(self.alive[view["rank"]], view)
+            problem = _claimed_twice(self.alive[view["rank"]], view)
         problem = problem or self._same_gpu(view)
         if problem:
             self.decide(problem)
         self.alive.setdefault(view["rank"], view)
-
-    def _claimed_twice(self, first: dict, second: dict) -> str:
-        places = " and ".join(f"{view['host']} (pid {view['pid']}, {view['source']})" for view in (first, second))
-        return (
-            f"rank {first['rank']} is claimed twice, by {places}: give every node a number of its own "
-            "(-i/--node-rank, or --distributed-rank)"
-        )
 
     def _same_gpu(self, view: dict) -> str:
         """Two ranks that each see one GPU may see the same: NCCL says little about that."""

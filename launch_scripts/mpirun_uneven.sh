@@ -12,7 +12,7 @@ address=${MASTER_ADDR:-${hosts%%:*}}
 count=0
 for host in ${hosts//,/ }; do count=$((count + ${host##*:})); done
 
-if "$mpirun" --version 2>&1 | grep -q 'Open MPI\|Open RTE'; then
+if [[ $("$mpirun" --version 2>&1) =~ Open\ ?(MPI|RTE) ]]; then
   options=(--oversubscribe --bind-to none -x "MASTER_ADDR=$address")
   [[ -n ${SSH_CONFIG:-} ]] && options+=(--mca plm_rsh_args "-F $SSH_CONFIG")
   [[ $(id -u) == 0 ]] && options+=(--allow-run-as-root)

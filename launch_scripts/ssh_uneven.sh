@@ -14,7 +14,9 @@ ssh=(ssh -o BatchMode=yes ${SSH_CONFIG:+-F "$SSH_CONFIG"})
 
 # On the node: the command in a session of its own, ended as a whole when the input that ssh carries ends.
 far='exec 3<&0; setsid "$@" </dev/null 3<&- & node=$!
-  { cat <&3; kill -TERM -- "-$node"; sleep 12; kill -KILL -- "-$node"; } >/dev/null 2>&1 &
+  { cat <&3; kill -TERM -- "-$node"
+    for second in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 1; kill -0 -- "-$node" || exit; done
+    kill -KILL -- "-$node"; } >/dev/null 2>&1 &
   wait "$node"'
 
 # Here: fd 9 is the only writer of that input. It closes when this script ends, however it ends.
