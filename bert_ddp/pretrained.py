@@ -83,11 +83,17 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
 
 def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool = False) -> PreTrainedModel:
     """The model of `task` with its weights in float32; with `new_heads` a missing head is drawn by torch's seed."""
+    unpooled = {"add_pooling_layer": False} if task == "embed" else {}
     with _one_line(name):
         model, info = CLASSES[task].from_pretrained(
-            name, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=new_heads
+            name,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=new_heads,
+            **unpooled,
         )
-    allowed = NEW_HEADS if new_heads else ("pooler.",) if task == "embed" else ()
+    allowed = NEW_HEADS if new_heads else ()
     if lacking := [key for key in sorted(info["missing_keys"]) if not key.startswith(allowed)]:
         raise UserError(f"--model {name}: its weights are of another model: it has no {lacking[0]}")
     for key, *_ in sorted(info["mismatched_keys"]):
