@@ -125,12 +125,16 @@ def hetseq(hosts, trainer, url: str, gpus: int, first_ranks: list[int], *more: o
     ]
 
 
+def scheme(url: str) -> str:
+    return url[: url.index("//") + 2]
+
+
 URLS = [f"tcp://{MASTER}:{PORT}", f"file://{STATE}/tmp/meeting"]
 
 
 @pytest.mark.parametrize("url", URLS)
 def test_hetseq_four_nodes(url, hosts, trains, trainer):
-    trains("HetSeq's flags", f"1+1+1+1, `{url[:7]}`", *hetseq(hosts, trainer, url, 1, [0, 1, 2, 3]))
+    trains("HetSeq's flags", f"1+1+1+1, `{scheme(url)}`", *hetseq(hosts, trainer, url, 1, [0, 1, 2, 3]))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_hetseq_four_nodes(url, hosts, trains, trainer):
     ],
 )
 def test_hetseq_uneven(url, hosts, trains, trainer):
-    kind = {"[": "`tcp://`, IPv6", "n": "`tcp://`, host name"}.get(url[6], f"`{url[:7]}`")
+    kind = {"[": "`tcp://`, IPv6", "n": "`tcp://`, host name"}.get(url[6], f"`{scheme(url)}`")
     trains("HetSeq's flags", f"3+1, {kind}", *hetseq(hosts, trainer, url, 3, [0, 3]))
 
 
@@ -151,7 +155,7 @@ def test_hetseq_uneven_without_spawn(url, hosts, trains, trainer):
         *hetseq(hosts, trainer, url, 3, [0, 1, 2], "--distributed-no-spawn"),
         *hetseq(hosts, trainer, url, 1, [3], "--distributed-no-spawn"),
     ]
-    trains("HetSeq's flags", f"3+1, `{url[:7]}`, no spawn", *started)
+    trains("HetSeq's flags", f"3+1, `{scheme(url)}`, no spawn", *started)
 
 
 def test_env_says_where_to_meet(hosts, trains, trainer):
