@@ -18,7 +18,7 @@ def imported(output: str) -> set[str]:
 def test_help_imports_nothing_heavy(trainer):
     result = run("python", "-X", "importtime", trainer, "--help")
     assert result.code == 0
-    assert "--master-addr" in result.output
+    assert "usage:" in result.output
     assert not imported(result.output) & {"torch", "numpy", "transformers", "datasets", "sklearn", "matplotlib"}
 
 
