@@ -44,6 +44,7 @@ format: .venv
 bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md
 	$(BIN)/python benchmarks/mnist.py
 	$(BIN)/python benchmarks/bert.py
+	$(BIN)/python benchmarks/finetune.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

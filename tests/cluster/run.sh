@@ -10,7 +10,7 @@ if [[ $(id -u) != 0 ]]; then
   exit 2
 fi
 
-packages=(iproute2 slurmctld slurmd slurm-client munge openmpi-bin mpich openssh-server openssh-client)
+packages=(iproute2 iptables slurmctld slurmd slurm-client munge openmpi-bin mpich openssh-server openssh-client)
 is_installed() { [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == *"ok installed" ]]; }
 install() {
   local missing=() package
