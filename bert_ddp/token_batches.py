@@ -1,7 +1,7 @@
 """Batches balanced by tokens: who computes which rows of a global batch, and in how many passes.
 
-Which rows make a global batch depends on (seed, epoch) and their lengths alone: rows of like length go together, but
-are drawn anew from the whole epoch each time. Who computes them does not matter to the sum, so its
+Which rows make a global batch depends on (seed, epoch) alone: batches of like lengths would pad less still, but cost
+F1 (docs/finetune-and-predict.md has the numbers). Who computes them does not matter to the sum, so its
 rows are sorted by length and cut into as many runs as there are ranks, so that tokens, padding counted, go by the
 ranks' shares. One rank gets the few long rows and another the many short ones, and little is padded:
 
@@ -13,19 +13,14 @@ A rank in turn cuts its run into passes (micro-batches) where a cut saves more p
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from torch.utils.data import Sampler
 
 from common.batching import BatchPlan
 from common.sampling import UnevenDistributedSampler
-from common.seeding import derive_seed
 
 # What one more forward and backward costs besides its tokens, in tokens. On a CPU that is mostly the embedding's
 # gradient, which is as large as the vocabulary; on a GPU the launches of kernels, which idle on little work.
 PASS_TOKENS = {"cpu": 96, "cuda": 8192}
-# So many global batches of the epoch's random order are sorted by length and cut anew. More would pad less, and make
-# the batches of an epoch less alike.
-SORTED_TOGETHER = 8
 
 
 def cut_passes(lengths: np.ndarray, most_rows: int | None, pass_tokens: int) -> list[int]:
@@ -71,7 +66,7 @@ def cut_parts(lengths: np.ndarray, shares: Sequence[float], most_rows: int | Non
 class TokenBalancedSampler(UnevenDistributedSampler):
     """For each optimizer step of an epoch, the rows of this rank's part, longest first; possibly none.
 
-    Like UnevenDistributedSampler, with rows of like length together and the ranks' parts cut by tokens.
+    The global batches are those of UnevenDistributedSampler; only who computes which row differs.
     `lengths` and `counts` are tokens and labels by row.
     """
 
@@ -89,22 +84,6 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         self.lengths, self.counts = lengths, counts
         self.most_rows, self.pass_tokens = most_rows, pass_tokens
         self.current: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
-
-    def order(self) -> torch.Tensor:
-        """This epoch's order of rows, the same on every rank: a permutation in which like lengths make a global batch.
-
-        The tail, which is smaller than a global batch, stays at the end.
-        """
-        shuffled = super().order().numpy()
-        size = self.plan.global_batch
-        batches, tail = len(shuffled) // size, len(shuffled) % size
-        for start in range(0, batches * size, SORTED_TOGETHER * size):
-            window = shuffled[start : min(start + SORTED_TOGETHER * size, batches * size)]
-            window[:] = window[np.argsort(-self.lengths[window], kind="stable")]
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order of batches", self.epoch))
-        places = torch.randperm(batches, generator=generator).numpy()
-        mixed = shuffled[: batches * size].reshape(batches, size)[places].reshape(-1)
-        return torch.from_numpy(np.concatenate([mixed, shuffled[len(shuffled) - tail :]]))
 
     def _rows(self, step: int) -> np.ndarray:
         """The rows of the whole global batch of step `step` of this epoch, in the epoch's order."""

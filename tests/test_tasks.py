@@ -199,19 +199,6 @@ def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
         assert parts[1] == []
 
 
-def test_an_epochs_order_is_a_permutation_of_its_own_with_like_lengths_together(lengths):
-    sampler = TokenBalancedSampler(BatchPlan(203, (16,)), 0, 7, lengths, lengths, None, 96)
-    first = sampler.order()
-    sampler.set_epoch(1)
-    second = sampler.order()
-    assert first.tolist() != second.tolist()
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(203))
-    batches = [lengths[first[start : start + 16]] for start in range(0, 192, 16)]
-    assert sum(16 * batch.max() for batch in batches) < 1.3 * sum(batch.sum() for batch in batches)
-    means = [batch.mean() for batch in batches]
-    assert means != sorted(means) and means != sorted(means, reverse=True)
-
-
 def test_tokens_with_padding_follow_the_shares_within_a_row(lengths):
     falling = np.sort(lengths)[::-1]
     shares = (3.0, 1.0, 2.0)
