@@ -34,6 +34,7 @@ def main() -> int:
                                 text=True, start_new_session=True)  # fmt: skip
         threading.Thread(target=show, args=(number, node.stdout)).start()
         nodes.append(node)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does
     try:
         return max(node.wait() for node in nodes)
     except KeyboardInterrupt:
