@@ -7,15 +7,17 @@ come from all positions, so the numbers are the same as when everything is compu
 Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words.
 """
 
+import hashlib
 import json
 from argparse import Namespace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
+from bert_ddp import pretrained
+from bert_ddp.dropout import attention, replace_dropout
 from common.errors import UserError
 
 # layers, width, heads
@@ -79,14 +81,13 @@ def _one_row_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _run_layer(layer, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """One encoder layer at the positions `chosen` (B, P, H), which attend to all of `hidden` (B, L, H)."""
-    attention = layer.attention.self
-    heads = attention.num_attention_heads
+    inner = layer.attention.self
+    heads = inner.num_attention_heads
     query, key, value = (
         projection(states).unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, P or L, H / heads)
-        for projection, states in ((attention.query, chosen), (attention.key, hidden), (attention.value, hidden))
+        for projection, states in ((inner.query, chosen), (inner.key, hidden), (inner.value, hidden))
     )
-    dropout = attention.dropout.p if layer.training else 0.0
-    context = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    context = attention(query, key, value, mask, inner.dropout.p if layer.training else 0.0)
     attended = layer.attention.output(context.transpose(1, 2).flatten(2), chosen)
     return layer.output(layer.intermediate(attended), attended)
 
@@ -117,6 +118,7 @@ def build(args: Namespace, meta: dict) -> MaskedPositions:
             )
     config.architectures = [kind.__bases__[1].__name__]  # what from_pretrained and pipeline() shall make of it
     net = _load(kind, args.init_from, config) if args.init_from else kind(config)
+    replace_dropout(net)
     net.checkpoint_activations = args.checkpoint_activations
     return net.train()
 
@@ -166,6 +168,14 @@ def _load(kind: type, folder: str, config: BertConfig) -> MaskedPositions:
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--init-from {folder}: its weights do not fit: {reason}", same_on_every_rank=True) from None
+
+
+def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
+    """Sixteen hex digits of the architecture; also of the weights, where they are not drawn from the seed."""
+    own_to_a_node = ("_name_or_path", "transformers_version")
+    values = {name: value for name, value in net.config.to_dict().items() if name not in own_to_a_node}
+    text = json.dumps(values, sort_keys=True, default=str) + (pretrained.fingerprint(net) if with_weights else "")
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
