@@ -42,6 +42,7 @@ def flags() -> ArgumentParser:
         "--data-workers", type=cli.natural_int, default=0, metavar="N", help="processes that make batches"
     )
     cli.add_output_flags(parser)
+    cli.may_differ(parser, *corpus.PATHS, "data_workers", "init_from", "config_file")  # between nodes
     parser.set_defaults(unit="rows", eval_batch=64)
     return parser
 
@@ -90,6 +91,7 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same first weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         net = bert.build(args, text.meta).to(device, precision.dtype)
+        group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, bool(args.init_from))})
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
@@ -101,7 +103,7 @@ def train(worker: Worker, args: Namespace) -> None:
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
         identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
         folder = report.open_folder(group, args, "bert")
-        step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
+        step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(net, device, args.compile)
         # A backward of no rows, so that the first step adds up gradients in the order that all later ones do.
         ddp.settle_buckets(model, bert.sum_of(model(**train_set.__getitems__([]).to(device).inputs)))

@@ -39,6 +39,7 @@ def flags() -> ArgumentParser:
     task.add_argument("--text-column", metavar="A[,B]", help="column of texts; two for pairs (found if left out)")
     task.add_argument("--label-column", metavar="NAME", help="column of labels (found if left out)")
     cli.add_output_flags(parser)
+    cli.may_differ(parser, "model", "data", *ROLES)  # between nodes
     parser.set_defaults(clip_norm=1.0, eval_batch=64)
     return parser
 
@@ -61,6 +62,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from bert_ddp import best, pretrained, scores, tasks
+from bert_ddp.dropout import replace_dropout
 from bert_ddp.optimizer import decay_groups, warm_up_then_decay
 from bert_ddp.scores import Scores
 from bert_ddp.tasks import LabelledRows
@@ -99,6 +101,7 @@ def train(worker: Worker, args: Namespace) -> None:
         pretrained.prepare(config, data.names, args.dropout)
         net = pretrained.open_model(source, args.task, config, new_heads=True)
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
+        replace_dropout(net)
         net = net.to(device, precision.dtype)
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
@@ -110,7 +113,7 @@ def train(worker: Worker, args: Namespace) -> None:
         identity = {"data": data.fingerprint, "task": args.task, "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
         folder = report.open_folder(group, args, f"bert-{args.task}")
-        step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
+        step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(torch.compile(net, dynamic=True) if args.compile else net, device)
         settling = rows.batch([]).to(device)  # one stand-in row
         ddp.settle_buckets(model, model(**settling.inputs()).logits.sum())

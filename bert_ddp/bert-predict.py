@@ -38,6 +38,7 @@ def flags() -> ArgumentParser:
         "--shared-dir", type=Path, metavar="DIR", help="a folder all nodes see, for parts (else over the network)"
     )
     files.add_argument("--chunk", type=cli.positive_int, default=256, metavar="N", help="lines a rank takes at once")
+    cli.may_differ(parser, "model", "input", "output", "shared_dir")  # between nodes
     return parser
 
 

@@ -41,6 +41,7 @@ TOGETHER = 512  # documents tokenised at once
 ROWS_A_WRITE = 1024
 PAIRS_FROM = 1 << 20  # tokens of text in memory, among which the wrong second parts are drawn
 LOCK_SECONDS = 24 * 3600.0
+PATHS = ("corpus", "held_out_corpus", "vocab", "cache_dir")  # flags; what they lead to has a fingerprint
 OBJECTIVES = ("mlm", "mlm+nsp")
 
 

@@ -8,16 +8,12 @@ from common.errors import UserError
 from common.layout import Layout, Worker
 
 # Flags that may differ between the nodes of one job; all others must agree, and the join checks that they do.
+# A trainer adds its own with `may_differ`.
 NODE_FLAGS = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
-    *("data_dir", "out_dir", "device", "oversubscribe", "tensorboard", "output", "shared_dir"),
-    # what they lead to is compared by fingerprint
-    *("corpus", "held_out_corpus", "vocab", "cache_dir", "data_workers", "init_from", "config_file"),
-    *("model", "data", "train", "dev", "test", "input"),
+    *("out_dir", "device", "oversubscribe", "tensorboard"),
 }
-
-
 JOIN_TIMEOUT_SECONDS = 300.0
 
 
@@ -33,7 +29,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the layout flags. Abbreviations are off: `--step` must not come to mean `--max-steps`."""
     result = argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
     add_layout_flags(result)
+    result.set_defaults(node_flags=NODE_FLAGS)
     return result
+
+
+def may_differ(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Let these flags differ between nodes, such as paths; what they lead to is better compared with `Group.agree`."""
+    parser.set_defaults(node_flags=parser.get_default("node_flags") | set(names))
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from common import diagnosis, doctor_table, link_test, network, node_facts, process_group, speed_test
+from common import devices, diagnosis, doctor_table, link_test, network, node_facts, process_group, speed_test
 from common.diagnosis import Finding
 from common.errors import RunError, UserError
 from common.layout import Worker
@@ -146,12 +146,12 @@ class Examination:
         self.unusable = False
         device, backend = torch.device("cpu"), self.args.backend
         try:
-            device = process_group.choose_device(self.worker)
+            device = devices.choose_device(self.worker)
             torch.zeros(1, device=device)
         except (UserError, RuntimeError) as error:
             self._unusable(error)
         try:
-            backend = process_group.choose_backend(self.worker, self.args)
+            backend = devices.choose_backend(self.worker, self.args)
         except UserError as error:
             self._unusable(error)
         return device if not self.unusable else torch.device("cpu"), backend

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import cli, meeting_file, network
+from common import cli, devices, meeting_file, network
 from common.errors import RunError, UserError
 from common.layout import Worker, host_and_port, tcp_address
 from common.report import say
@@ -198,8 +198,8 @@ def prepare(worker: Worker, args: Namespace) -> tuple[torch.device, str, str]:
     try:
         if worker.layout.problem:
             raise UserError(worker.layout.problem)
-        _check_interface(args)
-        return choose_device(worker), choose_backend(worker, args), ""
+        devices.check_interface(args)
+        return devices.choose_device(worker), devices.choose_backend(worker, args), ""
     except UserError as error:
         if worker.layout.nodes == 1:
             raise
@@ -237,49 +237,6 @@ def connect(worker: Worker, args: Namespace, device: torch.device, backend: str,
 def _address(worker: Worker, joined: Joined) -> str:
     """Where the ranks have met; where rank 0 listens on all of its addresses, the one that the others reach."""
     return worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
-
-
-# --- device and backend -----------------------------------------------------------------------------------------
-
-
-def choose_device(worker: Worker) -> torch.device:
-    if worker.device_type == "cpu":
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, _usable_cores() // worker.local_world_size))
-        return torch.device("cpu")
-    present = torch.cuda.device_count()
-    if worker.device_index >= present:
-        raise UserError(
-            f"rank {worker.rank} needs GPU {worker.device_index}, but CUDA sees {present} here although the "
-            f"driver lists {worker.layout.devices}: has one fallen off the bus? See `nvidia-smi`, or lower -g"
-        )
-    device = torch.device("cuda", worker.device_index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _check_interface(args: Namespace) -> None:
-    if args.interface and args.interface not in network.local_addresses():
-        names = ", ".join(network.local_addresses())
-        raise UserError(f"--interface is {args.interface}, but {socket.gethostname()} has {names}: name one of these")
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def choose_backend(worker: Worker, args: Namespace) -> str:
-    on_gpus = worker.device_type == "cuda"
-    shared = on_gpus and worker.local_world_size > worker.layout.devices
-    if args.backend == "auto":
-        return "nccl" if on_gpus and not shared and dist.is_nccl_available() else "gloo"
-    mend = "use --backend gloo, or leave it out"
-    if not dist.is_backend_available(args.backend):
-        raise UserError(f"--backend is {args.backend}, but torch {torch.__version__} was built without it: {mend}")
-    if args.backend == "nccl" and (not on_gpus or shared):
-        why = "ranks share a GPU" if shared else "this node's workers run on the CPU"
-        raise UserError(f"--backend is nccl, which needs a GPU for each rank, but {why}: {mend}")
-    return args.backend
 
 
 # --- the store --------------------------------------------------------------------------------------------------
@@ -420,9 +377,8 @@ LAYOUT_FIELDS = {"gpus_per_node": "-g/--gpus", "world_size": "world size", "node
 
 def _view(worker: Worker, args: Namespace, device: torch.device, backend: str, addresses: dict) -> dict:
     """What this rank believes, as plain JSON."""
-    flags = {
-        name: value for name, value in vars(args).items() if name not in cli.NODE_FLAGS | set(LAYOUT_FIELDS) | {"gpus"}
-    }
+    unchecked = args.node_flags | set(LAYOUT_FIELDS) | {"gpus", "node_flags"}
+    flags = {name: value for name, value in vars(args).items() if name not in unchecked}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "rank": worker.rank,

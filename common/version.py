@@ -4,18 +4,18 @@ import functools
 import hashlib
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("common", "mnist_ddp", "bert_ddp")
 
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Twelve hex digits of the project's own sources: the same on two nodes that run the same code."""
+    """Twelve hex digits of the sources here and beside the trainer: the same on two nodes that run the same code."""
     digest = hashlib.blake2b(digest_size=6)
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).glob("*.py")):
+    for folder in (ROOT / "common", Path(sys.argv[0]).resolve().parent):
+        for path in sorted(folder.glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -33,6 +33,7 @@ def flags() -> ArgumentParser:
         "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="looks and downloads here"
     )
     cli.add_output_flags(parser)
+    cli.may_differ(parser, "data_dir")  # between nodes
     return parser
 
 
@@ -87,7 +88,7 @@ def train(worker: Worker, args: Namespace) -> None:
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
         identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
         folder = report.open_folder(group, args, "mnist")
-        step = checkpoint.resume(group, args.resume, folder, net, identity, **parts)  # optimizer steps done so far
+        step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(net, device, args.compile)
         # A backward of no rows, so that the first step adds up gradients in the order that all later ones do.
         ddp.settle_buckets(model, model(train_set.__getitems__([]).to(device).images).sum())
