@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def _free_space(folder: Path) -> str:
 
 def resume(
     group: Group,
-    wanted: str | None,
+    args: Namespace,
     folder: Path | None,
     model: torch.nn.Module,
     identity: dict[str, Any],
@@ -141,16 +142,18 @@ def resume(
     Rank 0 reads, checks that the checkpoint is of this run (`identity`) and sends everything to the other ranks,
     so the nodes need no shared disk. Collective; raises UserError on every rank.
     """
-    if wanted is None:
+    if args.resume is None:
         return 0
     found = None
     with group.others_wait("rank 0, which reads the checkpoint"):
         if group.worker.is_main:
-            found = _find_wanted(wanted, folder, lambda text: say(group.worker, text))
+            found = _find_wanted(args.resume, folder, lambda text: say(group.worker, text))
             if found:
                 found.require(**identity)
                 found.load_model(model)
                 found.load_training(**parts)
+                if not args.eval_only:
+                    _go_back_to(found, folder / "checkpoints")
                 say(group.worker, f"resuming from {found.path}")
     tree = {name: part.state_dict() for name, part in {"model": model, **parts}.items()} if found else None
     received = broadcast_tree({"step": found.state["step"], "parts": tree} if found else {"step": 0}, group.device)
@@ -302,6 +305,17 @@ def _point_latest(folder: Path, name: str) -> None:
     except OSError:
         link.write_text(name)
     link.replace(folder / "latest")
+
+
+def _go_back_to(found: Checkpoint, folder: Path) -> None:
+    """What is newer in this run's own folder is left behind, also where this run is killed before its next save."""
+    if found.path.parent.resolve() == folder.resolve() and found.path.name != _latest(folder):
+        try:
+            _point_latest(folder, found.path.name)
+        except OSError as error:
+            raise UserError(
+                f"--resume: {folder} cannot be written: {error.strerror}", same_on_every_rank=True
+            ) from None
 
 
 def _latest(folder: Path) -> str:

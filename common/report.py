@@ -102,11 +102,17 @@ def _make_writable(folder: Path, resume: str | None) -> None:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that was cut off by a crash is left out."""
+    """The rows of a metrics.jsonl; a last line that was cut off by a crash is left out.
+
+    Raises UserError where another line is no row: what it said must not vanish in silence.
+    """
     rows = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line break is nothing, or cut off
+    for number, line in enumerate(lines, start=1):
+        try:
             rows.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}, line {number} is not JSON: mend that line, or take it out") from None
     return rows
 
 
@@ -211,7 +217,7 @@ class Report:
                 "versions": versions(),
                 "commit": git_commit(),
                 "facts": {name: str(value) for name, value in facts.items()},
-                "flags": {name: _plain(value) for name, value in vars(self.args).items()},
+                "flags": {name: _plain(value) for name, value in vars(self.args).items() if name != "node_flags"},
             }
         )
         aside = path.with_suffix(".tmp")
@@ -427,7 +433,10 @@ def plot_curves(metrics: Path, picture: Path) -> None:
         losses.plot([row["step"] for row in evals], [row["loss"] for row in evals], "o-", label="held out")
     losses.set(xlabel="optimizer step", ylabel="loss", title="Loss", yscale="log" if train else "linear")
     losses.legend()
-    measures = [name for name in (evals[0] if evals else {}) if name not in NOT_MEASURES]
+    # of what evaluations found, accuracy, F1 and other shares have this plot; perplexity would flatten them
+    others = {"kind", "step", "epoch", "loss", "count", "training_seconds"}
+    found = [name for name in (evals[0] if evals else {}) if name not in others]
+    measures = [name for name in found if all(0 <= row[name] <= 1 for row in evals)]
     for name in measures:
         quality.plot([row["step"] for row in evals], [row[name] for row in evals], "o-", label=name)
     quality.set(xlabel="optimizer step", title="Held out")
@@ -442,9 +451,6 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     figure.savefig(aside, dpi=110, format="png")
     aside.replace(picture)
     pyplot.close(figure)
-
-
-NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds", "perplexity", "unigram_entropy"}
 
 
 def _plot_ranks(axes, rows: list[dict]) -> None:

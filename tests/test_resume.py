@@ -1,12 +1,15 @@
 """Nothing is lost: a run killed in the middle of an epoch ends as if it had not been."""
 
 import re
+import shutil
 import signal
 import time
 
 import pytest
 
 from common import checkpoint
+from common.errors import UserError
+from common.report import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 8, "--global-batch", 110, "--save-every", 5)
@@ -102,3 +105,22 @@ def test_eval_only_repeats_the_last_evaluation_and_writes_nothing(uninterrupted,
     assert node.code == 0, node.output
     assert f"accuracy {rows(uninterrupted, 'eval')[-1]['accuracy']:.2%}, count 359" in node.output
     assert (uninterrupted / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_went_back_goes_on_from_there_but_one_that_only_evaluates_does_not(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
+    latest, earlier = tmp_path / "run" / "checkpoints" / "latest", tmp_path / "run" / "checkpoints" / "step-00000105"
+    before = latest.resolve().name
+    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", earlier, "--eval-only")
+    assert latest.resolve().name == before
+    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", earlier, "--max-steps", 105)  # ends before any save
+    assert latest.resolve().name == earlier.name
+
+
+def test_a_line_of_the_metrics_that_is_no_row_is_named_and_one_cut_off_at_the_end_is_dropped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
+    assert read_metrics(file) == [{"kind": "train", "step": 1}]
+    file.write_text('{"kind": "tra\n{"kind": "train", "step": 1}\n')
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        read_metrics(file)
