@@ -22,10 +22,10 @@ demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need
 
 bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it for masked words; two minutes
 	$(BIN)/python launch_scripts/play_nodes.py bert_ddp/bert-distributed.py -n 2 -g 3,1 --device cpu \
-	    --preset tiny --dropout 0 --vocab-size 2000 --sequence-length 64 --global-batch 32 --epochs 16 --lr 3e-3 \
-	    --warmup-steps 50 --clip-norm 1 --out-dir $(BERT_RUN)
+	    --preset tiny --dropout 0 --vocab-size 2000 --sequence-length 64 --global-batch 32 --epochs 20 --lr 2e-3 \
+	    --warmup-steps 100 --clip-norm 1 --out-dir $(BERT_RUN)
 	$(BIN)/python launch_scripts/fill_mask.py $(BERT_RUN)/checkpoints/latest \
-	    "The method returns a [MASK] object." "If the argument is omitted, the [MASK] value is used."
+	    "The method returns a [MASK] object." "The object must be an [MASK] of the class."
 
 test: .venv  ## all that needs neither root nor a GPU nor a network
 	$(BIN)/python -m pytest

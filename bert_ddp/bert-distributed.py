@@ -30,6 +30,9 @@ def flags() -> ArgumentParser:
     training.add_argument("--decay-power", type=cli.positive_float, default=1.0, metavar="X", help="1: linear to 0")
     training.add_argument("--mask-probability", type=cli.probability, default=0.15, metavar="P", help="of each token")
     training.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
+    training.add_argument(
+        "--eval-every", type=cli.positive_int, metavar="S", help="steps between evaluations (each epoch)"
+    )
     training.add_argument("--checkpoint-activations", action="store_true", help="compute twice, store less")
     model = parser.add_argument_group("model")
     names = ("tiny", "mini", "small", "base", "large")
@@ -113,6 +116,11 @@ def train(worker: Worker, args: Namespace) -> None:
             progress.evaluation(step, **evaluate(net, test_loader, precision, device))
             return
 
+        def evaluate_now() -> None:
+            with progress.pause():
+                numbers = evaluate(net, test_loader, precision, device)
+            progress.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
+
         def write_extra(path: Path) -> None:  # with these, a checkpoint is a folder that from_pretrained reads
             net.config.save_pretrained(path)
             text.copy_tokenizer(path)
@@ -153,11 +161,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 progress.step(step, loss_sum, lr, grad_norm, count)
                 if step == total_steps:
                     break
+                if args.eval_every and step % args.eval_every == 0 and step % plan.steps_per_epoch:
+                    evaluate_now()
                 if args.save_every and step % args.save_every == 0 and step % plan.steps_per_epoch:
                     save()
-            with progress.pause():
-                numbers = evaluate(net, test_loader, precision, device)
-            progress.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
+            evaluate_now()
             save()
         progress.summary(step)
 

@@ -93,3 +93,11 @@ def test_workers_of_the_loader_change_nothing_and_warn_of_nothing(text, tmp_path
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert "warning" not in results[0].output.lower(), results[0].output
     assert "fork" not in results[0].output.lower(), results[0].output
+
+
+def test_evaluations_within_an_epoch_come_when_asked_and_change_nothing(text, tmp_path):
+    flags = flags_of(text, "mlm", "--precision", "fp64", "--max-steps", 5, "--dropout", 0.1)
+    play(BERT, (2,), tmp_path / "without", *flags)
+    play(BERT, (2,), tmp_path / "with", *flags, "--eval-every", 2)
+    assert [row["step"] for row in rows(tmp_path / "with", "eval")] == [2, 4, 5]
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
