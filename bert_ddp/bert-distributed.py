@@ -39,7 +39,7 @@ def flags() -> ArgumentParser:
     model.add_argument("--preset", choices=names, default="base", help="sizes of Google's BERT models")
     model.add_argument("--config-file", type=Path, metavar="JSON", help="a bert_config.json instead of --preset")
     model.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the config's 0.1")
-    model.add_argument("--init-from", metavar="DIR", help="begin with a checkpoint's weights, as phase 2 does")
+    model.add_argument("--init-from", metavar="MODEL", help="folder, run or hub name to begin from, as phase 2 does")
     data_flags = corpus.add_corpus_flags(parser)
     data_flags.add_argument(
         "--data-workers", type=cli.natural_int, default=0, metavar="N", help="processes that make batches"
@@ -60,7 +60,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from bert_ddp import model as bert
-from bert_ddp import rows
+from bert_ddp import pretrained, rows
 from bert_ddp.optimizer import decay_groups, warm_up_then_decay
 from common import checkpoint, ddp, report
 from common.batching import micro_batches, plan_batches
@@ -81,7 +81,8 @@ def train(worker: Worker, args: Namespace) -> None:
         # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer
         # step, perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
         with group.first_on_node("the token rows"):
-            text = corpus.load(args, lambda line: report.say(worker, line), args.init_from)
+            source = pretrained.locate(args.init_from, "--init-from") if args.init_from else None
+            text = corpus.load(args, lambda line: report.say(worker, line), source)
         group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
         train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
         plan = plan_batches(len(train_set), cli.global_batch(args, worker), worker.world_size, args.shares)
@@ -93,8 +94,9 @@ def train(worker: Worker, args: Namespace) -> None:
 
         # Model. The seed gives every layout the same first weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
-        net = bert.build(args, text.meta).to(device, precision.dtype)
-        group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, bool(args.init_from))})
+        with group.first_on_node("the first weights"):
+            net = bert.build(args, text.meta, source).to(device, precision.dtype)
+        group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, source is not None)})
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
@@ -104,7 +106,8 @@ def train(worker: Worker, args: Namespace) -> None:
         # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
         identity = {"data": f"{args.objective} {text.fingerprint}", "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
-        identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
+        identity |= cli.values(args, "lr", "weight_decay", "clip_norm", "warmup_steps", "decay_power")
+        identity |= cli.values(args, "mask_probability", "whole_words", "dropout")
         folder = report.open_folder(group, args, "bert")
         step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(net, device, args.compile)

@@ -99,7 +99,8 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         pretrained.prepare(config, data.names, args.dropout)
-        net = pretrained.open_model(source, args.task, config, new_heads=True)
+        with group.first_on_node("loading the weights"):
+            net = pretrained.open_model(source, args.task, config, new_heads=True)
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         replace_dropout(net)
         net = net.to(device, precision.dtype)
@@ -112,6 +113,7 @@ def train(worker: Worker, args: Namespace) -> None:
         # Files. A checkpoint fits any layout, but only the run that it is of.
         identity = {"data": data.fingerprint, "task": args.task, "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
+        identity |= cli.values(args, "lr", "weight_decay", "clip_norm", "warmup", "dropout")
         folder = report.open_folder(group, args, f"bert-{args.task}")
         step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(torch.compile(net, dynamic=True) if args.compile else net, device)
@@ -162,17 +164,18 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 progress.step(step, loss_sum, lr, grad_norm, count)
-                if args.save_every and step % args.save_every == 0:
-                    save("checkpoints", args.keep)
                 if step == total_steps:
                     break
+                if args.save_every and step % args.save_every == 0 and step % plan.steps_per_epoch:
+                    save("checkpoints", args.keep)
             with progress.pause():
                 numbers = evaluate_on("dev").numbers
             progress.evaluation(step, **numbers)
-            save("checkpoints", args.keep)
+            # The best first: a run killed between the two does this evaluation again, and not one too few.
             if numbers[measure] > best_score:
                 best_score = numbers[measure]
                 save("best", 1, **{measure: best_score})
+            save("checkpoints", args.keep)
 
         # The best weights, once more on every held-out set, with a report for each class.
         with progress.pause():

@@ -30,6 +30,9 @@ PRESETS = {
 }
 
 
+NEW_HEADS = ("cls.", "bert.pooler.")  # what --init-from may lack
+
+
 class MaskedPositions:
     """The forward pass of pretraining, over a BERT whose weights `transformers` names and loads."""
 
@@ -95,15 +98,16 @@ def _run_layer(layer, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Te
 # --- from flags -------------------------------------------------------------------------------------------------
 
 
-def build(args: Namespace, meta: dict) -> MaskedPositions:
-    """The model that the flags describe, for the corpus that `meta` describes, with weights from torch's seed.
+def build(args: Namespace, meta: dict, init_from: str | None = None) -> MaskedPositions:
+    """The model that the flags describe, for the corpus that `meta` describes, with weights from torch's seed, or
+    those of the folder or hub name `init_from`; heads that it lacks start anew.
 
     Raises UserError where a config, a checkpoint and a corpus do not fit together.
     """
     kind = MaskedLMAndNextSentence if args.objective == "mlm+nsp" else MaskedLM
-    config = _config(args, meta)
+    config = _config(args, meta, init_from)
     for name, value in (("vocab_size", meta["vocab_size"]), ("max_position_embeddings", meta["sequence_length"])):
-        there, source = getattr(config, name), args.init_from or args.config_file or f"--preset {args.preset}"
+        there, source = getattr(config, name), init_from or args.config_file or f"--preset {args.preset}"
         if name == "vocab_size" and there != value:
             raise UserError(
                 f"{source} has vocab_size {there}, but the vocabulary has {value} words: give the --vocab that it was "
@@ -117,17 +121,17 @@ def build(args: Namespace, meta: dict) -> MaskedPositions:
                 same_on_every_rank=True,
             )
     config.architectures = [kind.__bases__[1].__name__]  # what from_pretrained and pipeline() shall make of it
-    net = _load(kind, args.init_from, config) if args.init_from else kind(config)
+    net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
     replace_dropout(net)
     net.checkpoint_activations = args.checkpoint_activations
     return net.train()
 
 
-def _config(args: Namespace, meta: dict) -> BertConfig:
-    file = args.config_file
-    if args.init_from:
-        file = Path(args.init_from) / "config.json"
-    if file:
+def _config(args: Namespace, meta: dict, init_from: str | None) -> BertConfig:
+    file = init_from or args.config_file
+    if init_from:
+        values = pretrained.open_config(init_from, flag="--init-from").to_dict()
+    elif file:
         values = _read_config(file)
     else:
         layers, width, heads = PRESETS[args.preset]
@@ -159,15 +163,6 @@ def _read_config(file: Path) -> dict:
     if kind != "bert":
         raise UserError(f"{file} is of another architecture: model_type is {kind}, not bert", same_on_every_rank=True)
     return values
-
-
-def _load(kind: type, folder: str, config: BertConfig) -> MaskedPositions:
-    """Weights of a checkpoint of ours or of any BERT that `transformers` saved; a head that it lacks starts anew."""
-    try:
-        return kind.from_pretrained(folder, config=config, dtype=torch.float32)
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--init-from {folder}: its weights do not fit: {reason}", same_on_every_rank=True) from None
 
 
 def fingerprint(net: MaskedPositions, with_weights: bool) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.errors import RunError, UserError
@@ -30,7 +31,7 @@ transformers.logging.set_verbosity_error()  # its reports on missing weights: `o
 transformers.logging.disable_progress_bar()
 
 
-def locate(name: str) -> str:
+def locate(name: str, flag: str = "--model") -> str:
     """The folder or hub name to load from: of a run's --out-dir its best weights, or else its latest."""
     path = Path(name)
     for inside in (".", "best/latest", "checkpoints/latest"):
@@ -38,21 +39,19 @@ def locate(name: str) -> str:
             return str(path / inside)
     if path.exists():
         raise UserError(
-            f"--model {name} has no config.json: give a folder that transformers has saved, or a run's --out-dir"
+            f"{flag} {name} has no config.json: give a folder that transformers has saved, or a run's --out-dir"
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"--model {name}: there is no such folder")
+        raise UserError(f"{flag} {name}: there is no such folder")
     return name
 
 
-def open_config(name: str, task: str | None = None) -> PretrainedConfig:
+def open_config(name: str, task: str | None = None, flag: str = "--model") -> PretrainedConfig:
     """The checked config. With `task` the model must have been fine-tuned for that (predicting)."""
-    with _one_line(name):
+    with one_line(name, flag):
         config = AutoConfig.from_pretrained(name)
     if config.model_type != "bert":
-        raise UserError(
-            f"--model {name} is of the architecture {config.model_type}: a BERT is needed (model_type bert)"
-        )
+        raise UserError(f"{flag} {name} is of the architecture {config.model_type}: a BERT is needed (model_type bert)")
     allowed = ARCHITECTURES[task] if task else ()
     found = config.architectures or ["no architecture"]
     if allowed and not set(allowed) & set(found):
@@ -65,7 +64,7 @@ def open_config(name: str, task: str | None = None) -> PretrainedConfig:
 
 def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises UserError where it has words that the model has not, or special ones lack."""
-    with _one_line(name):
+    with one_line(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
@@ -84,22 +83,34 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
 def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool = False) -> PreTrainedModel:
     """The model of `task` with its weights in float32; with `new_heads` a missing head is drawn by torch's seed."""
     unpooled = {"add_pooling_layer": False} if task == "embed" else {}
-    with _one_line(name):
-        model, info = CLASSES[task].from_pretrained(
+    return load_weights(CLASSES[task], name, config, NEW_HEADS if new_heads else (), **unpooled)
+
+
+def load_weights(
+    kind: type[PreTrainedModel],
+    name: str,
+    config: PretrainedConfig,
+    may_lack: tuple[str, ...],
+    flag: str = "--model",
+    **options: object,
+) -> PreTrainedModel:
+    """A model with the weights at `name` in float32. Those whose names begin as one of `may_lack` may be missing or of
+    another size, and are then drawn by torch's seed. Raises UserError where others are."""
+    with one_line(name, flag):
+        model, info = kind.from_pretrained(
             name,
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=new_heads,
-            **unpooled,
+            ignore_mismatched_sizes=bool(may_lack),
+            **options,
         )
-    allowed = NEW_HEADS if new_heads else ()
-    if lacking := [key for key in sorted(info["missing_keys"]) if not key.startswith(allowed)]:
-        raise UserError(f"--model {name}: its weights are of another model: it has no {lacking[0]}")
+    if lacking := [key for key in sorted(info["missing_keys"]) if not key.startswith(may_lack)]:
+        raise UserError(f"{flag} {name}: its weights are of another model: it has no {lacking[0]}")
     for key, *_ in sorted(info["mismatched_keys"]):
-        if not key.startswith(allowed):
+        if not key.startswith(may_lack):
             raise UserError(
-                f"--model {name}: its weights are of another model: {key} has another size than its config says"
+                f"{flag} {name}: its weights are of another model: {key} has another size than its config says"
             )
     return model
 
@@ -132,12 +143,12 @@ def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Call
 
 
 @contextlib.contextmanager
-def _one_line(name: str) -> Iterator[None]:
+def one_line(name: str, flag: str = "--model") -> Iterator[None]:
     """What transformers says in paragraphs, in one line."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if Path(name).exists():
-            raise UserError(f"--model {name} cannot be loaded: {reason}") from None
-        raise RunError(f"--model {name} is no folder here, and the hub does not give it: {reason}") from None
+            raise UserError(f"{flag} {name} cannot be loaded: {reason}") from None
+        raise RunError(f"{flag} {name} is no folder here, and the hub does not give it: {reason}") from None

@@ -143,6 +143,11 @@ def global_batch(args: argparse.Namespace, worker: Worker) -> int:
     return args.batch_per_gpu * worker.world_size if args.batch_per_gpu else args.global_batch
 
 
+def values(args: argparse.Namespace, *names: str) -> dict[str, object]:
+    """These flags' values, such as those that a resumed run must share with the one before."""
+    return {name: getattr(args, name) for name in names}
+
+
 # --- types: each says what is allowed ----------------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def train(worker: Worker, args: Namespace) -> None:
         # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
         identity = {"data": f"{args.dataset} {fingerprint}", "seed": args.seed}
         identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
-        identity |= {"lr": args.lr, "weight_decay": args.weight_decay}
+        identity |= cli.values(args, "lr", "weight_decay", "clip_norm", "label_smoothing")
         folder = report.open_folder(group, args, "mnist")
         step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
         model = ddp.wrap(net, device, args.compile)

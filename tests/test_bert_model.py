@@ -1,14 +1,16 @@
 """The model computes less than `transformers` does, and the same numbers; checkpoints are `transformers`' folders."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from bert_ddp import model as bert
-from tests.harness import BERT, play, run, weights
+from tests.harness import BERT, nodes_of, play, playing, run, weights
 
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
@@ -94,7 +96,7 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads_as_it_is(phase_1):
 
 
 def test_phase_2_begins_with_the_weights_and_the_words_of_phase_1_at_another_length(phase_1):
-    start = phase_1 / "run" / "checkpoints" / "latest"
+    start = phase_1 / "run"
     play(
         *(BERT, (1,), phase_1 / "run-2", *FLAGS, "--cache-dir", phase_1 / "cache", "--init-from", start),
         *("--sequence-length", 64, "--max-steps", 1, "--lr", "1e-12"),
@@ -109,3 +111,27 @@ def test_a_wrong_corpus_is_one_line_and_exit_code_2(tmp_path):
     done = run("python", BERT, "-g", 1, "--device", "cpu", "--corpus", tmp_path / "empty.txt", "--cache-dir", tmp_path)
     assert done.code == 2
     assert f"error: --corpus {tmp_path / 'empty.txt'} is empty" in done.output and "Traceback" not in done.output
+
+
+def refused_start(phase_1, start, tmp_path) -> str:
+    """What a run that begins from `start` says as it ends with exit code 2."""
+    words = phase_1 / "run/checkpoints/latest"
+    flags = (*FLAGS, "--cache-dir", phase_1 / "cache", "--sequence-length", 32, "--vocab", words)
+    (node,) = playing(BERT, nodes_of((2,), tmp_path, *flags, "--init-from", start), tmp_path).results()
+    assert node.code == 2 and "Traceback" not in node.output, node.output
+    assert node.output.count("error:") == 1, node.output
+    return node.output
+
+
+def test_weights_of_another_architecture_or_cut_in_half_are_refused_in_one_line(phase_1, tmp_path):
+    latest = (phase_1 / "run/checkpoints/latest").resolve()
+    for name in ("other", "half"):
+        shutil.copytree(latest, tmp_path / name)
+    file = "model.safetensors"
+    other = {key.replace("bert.", "distilbert."): value for key, value in load_file(latest / file).items()}
+    save_file(other, tmp_path / "other" / file, metadata={"format": "pt"})
+    (tmp_path / "half" / file).write_bytes((latest / file).read_bytes()[:1000])
+    said = refused_start(phase_1, tmp_path / "other", tmp_path)
+    assert f"--init-from {tmp_path / 'other'}: its weights are of another model: it has no bert." in said
+    said = refused_start(phase_1, tmp_path / "half", tmp_path)
+    assert f"--init-from {tmp_path / 'half'} cannot be loaded" in said

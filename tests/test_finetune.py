@@ -1,10 +1,21 @@
 """Fine-tuning: the same result on every layout, whatever the lengths of the rows."""
 
 import json
+import time
 
 import pytest
 
-from tests.harness import FINETUNE, largest_difference, losses, play, play_torchrun, rows, weights
+from tests.harness import (
+    FINETUNE,
+    largest_difference,
+    losses,
+    nodes_of,
+    play,
+    play_torchrun,
+    playing,
+    rows,
+    weights,
+)
 from tests.small_bert import save_classes, save_model, save_ner
 
 # 75 rows of 3 to 25 tokens; tails of 75 mod 16 = 11 rows, so that of 7 ranks some have one row or none.
@@ -67,6 +78,25 @@ def test_resumed_on_another_layout_in_mid_epoch_it_ends_with_the_same_weights_an
     assert losses(tmp_path) == pytest.approx(losses(reference), abs=1e-12)
     best = [json.loads((folder / "best/latest/state.json").read_text())["step"] for folder in (tmp_path, reference)]
     assert best[0] == best[1]
+
+
+def test_when_an_epoch_s_checkpoint_is_there_its_evaluation_and_the_best_weights_are_too(ner, tmp_path):
+    run = playing(FINETUNE, nodes_of((2,), tmp_path, *ner, *FLAGS, "--save-every", 5), tmp_path)  # 5 steps an epoch
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "checkpoints" / "step-00000005").exists():
+        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
+        time.sleep(0.001)
+    saved = (tmp_path / "best" / "latest").exists()
+    run.results()
+    assert saved
+
+
+def test_a_resumed_run_must_have_the_same_recipe(ner, reference, tmp_path):
+    (node,) = playing(
+        FINETUNE, nodes_of((1,), tmp_path, *ner, *EXACT, "--warmup", 0.9, "--resume", reference), tmp_path
+    ).results()
+    assert node.code == 2
+    assert "written with warmup 0.1, but this run has 0.9" in node.output
 
 
 def test_with_dropout_the_same_layout_gives_the_same_bits(ner, tmp_path):

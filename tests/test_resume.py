@@ -87,6 +87,7 @@ def refusal(tmp_path, *flags) -> str:
     (("--dataset", "digits", "--global-batch", 100), "written with global_batch 110, but this run has 100"),
     (("--dataset", "digits", "--global-batch", 110, "--seed", 1), "written with seed 0, but this run has 1"),
     (("--dataset", "digits", "--global-batch", 110, "--epochs", 4), "written with epochs 8, but this run has 4"),
+    (("--dataset", "digits", "--global-batch", 110, "--clip-norm", 1), "with clip_norm inf, but this run has 1.0"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(flags, message, uninterrupted, tmp_path):
     output = refusal(tmp_path, "--epochs", 8, *flags, "--resume", uninterrupted)
