@@ -25,15 +25,15 @@ HOSTS = ROOT / "tests" / "cluster" / "hosts.sh"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def commands(name: str, port: int) -> list[list[str]]:
+def commands(trainer: Path, name: str, port: int) -> list[list[str]]:
     """One command for each node of a layout."""
-    trainer = [sys.executable, str(TRAINER)]
+    python = [sys.executable, str(trainer)]
     if name in ("-g 1", "-g 2"):
-        return [[*trainer, *name.split()]]
+        return [[*python, *name.split()]]
     if name == "torchrun 3+1":
         return [
             [*TORCHRUN, "--nnodes=2", f"--nproc-per-node={gpus}", f"--node-rank={node}", "--master-addr=127.0.0.1",
-             f"--master-port={port}", str(TRAINER)]
+             f"--master-port={port}", str(trainer)]
             for node, gpus in enumerate((3, 1))
         ]  # fmt: skip
     address = "10.77.0.1" if "hosts" in name else "127.0.0.1"
@@ -41,24 +41,28 @@ def commands(name: str, port: int) -> list[list[str]]:
     for node, host in enumerate(("nodea", "nodeb")):
         on = [str(HOSTS), "on", host] if "hosts" in name else []
         flags = ["-n", "2", "-g", "3,1", "-i", str(node), "--master-port", str(port)]
-        nodes.append([*on, *trainer, *flags, *(["--master-addr", address] if node else [])])
+        nodes.append([*on, *python, *flags, *(["--master-addr", address] if node else [])])
     return nodes
 
 
-def train(name: str, folder: Path, flags: list[str]) -> dict:
-    """Train one layout to its end; returns its losses and its last evaluation."""
+def train(trainer: Path, name: str, folder: Path, flags: list[str]) -> dict:
+    """Train one layout to its end; returns the losses of all steps and what the last evaluation found."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     port = free_port()
     nodes = [
         subprocess.Popen([*command, "--device", "cpu", *flags, "--out-dir", str(folder)], env=environ)
-        for command in commands(name, port)
+        for command in commands(trainer, name, port)
     ]
     codes = [node.wait() for node in nodes]  # all of them, before any is judged
     if any(codes):
         sys.exit(f"layouts.py: {name} failed")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
-    return {"losses": losses, "accuracy": [row["accuracy"] for row in rows if row["kind"] == "eval"][-1]}
+    return {"losses": losses, **[row for row in rows if row["kind"] == "eval"][-1]}
+
+
+def largest_difference(mine: list[float], first: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(mine, first, strict=True))
 
 
 def draw(results: dict[str, dict], picture: Path) -> None:
@@ -90,6 +94,7 @@ def main() -> int:
         results = {
             precision: {
                 name: train(
+                    TRAINER,
                     name,
                     args.out_dir / precision / name.replace(" ", "_").replace(",", "+"),
                     ["--data-dir", args.data_dir, "--precision", precision],
@@ -115,7 +120,7 @@ def table(results: dict[str, dict]) -> int:
         for precision, steps in (("fp64", None), ("fp32", 20)):
             mine, first = results[precision][name]["losses"], results[precision]["-g 1"]["losses"]
             assert len(mine) == len(first)
-            differences.append(max(abs(a - b) for a, b in zip(mine[:steps], first[:steps], strict=True)))
+            differences.append(largest_difference(mine[:steps], first[:steps]))
         low, high = results["fp32"][name]["accuracy"], results["fp64"][name]["accuracy"]
         print(f"| `{name}` | {low:.2%} | {high:.2%} | {differences[0]:.1e} | {differences[1]:.1e} |")
         near = abs(low - results["fp32"]["-g 1"]["accuracy"]) <= 0.0015
