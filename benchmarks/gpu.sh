@@ -6,4 +6,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TOKENIZERS_PARALLELISM=false
-exec "${PYTHON:-python3}" benchmarks/gpu.py "$@"
+if [[ -x .venv/bin/python ]]; then own=.venv/bin/python; else own=python3; fi
+exec "${PYTHON:-$own}" benchmarks/gpu.py "$@"
