@@ -34,6 +34,11 @@ def load(name: str, lowercase: bool = True) -> "PreTrainedTokenizerFast":
     for token in ("mask", "cls", "sep", "pad", "unk"):
         if getattr(tokenizer, f"{token}_token_id") is None:
             raise UserError(f"--vocab {name} has no {token} token: give a vocabulary that was made for BERT")
+    if not tokenizer.is_fast:
+        raise UserError(f"--vocab {name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
+    # A tokenizer.json may hold how it was last used, such as "cut at 128, pad to 128"; a corpus is wanted whole.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from bert_ddp import corpus, rows
+from bert_ddp import corpus, rows, vocabulary
 from common.batching import plan_batches
 from common.errors import UserError
 from tests.harness import BERT, losses, play, run
@@ -53,6 +53,18 @@ def test_rows_are_packed_full_and_documents_are_apart(folder):
     assert (ids[:, 0] == special["cls"]).all() and (ids[:, -1] == special["sep"]).all()
     documents = round(300 * 0.95)
     assert documents - 20 < (ids[:, 1:-1] == special["sep"]).sum() < documents + 20
+
+
+def test_a_tokenizer_folder_that_cuts_and_pads_still_gives_the_whole_text(folder, tmp_path):
+    tokenizer = vocabulary.from_words([*vocabulary.SPECIAL, *sorted(set(TEXT.split()))], lowercase=True)
+    found = []
+    for name in ("plain", "cutting"):
+        tokenizer.save_pretrained(tmp_path / name)
+        found.append(load(folder, "--sequence-length", 16, "--vocab", tmp_path / name).fingerprint)
+        tokenizer.backend_tokenizer.enable_truncation(12)
+        tokenizer.backend_tokenizer.enable_padding(length=12)
+    assert json.loads((tmp_path / "cutting" / "tokenizer.json").read_text())["truncation"]["max_length"] == 12
+    assert found[0] == found[1]
 
 
 def test_what_is_held_out_is_never_trained_on(folder, tmp_path):
