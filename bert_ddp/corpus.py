@@ -105,9 +105,11 @@ class Corpus:
             shutil.copyfile(file, folder / file.name)
 
     def write_vocab(self, path: Path) -> None:
-        """The vocabulary as a vocab.txt, one word a line."""
-        vocabulary = json.loads((self.tokenizer_folder / "tokenizer.json").read_text())["model"]["vocab"]
-        path.write_text("".join(f"{word}\n" for word in sorted(vocabulary, key=vocabulary.get)))
+        """The vocabulary as a vocab.txt, one word a line, with the words that were added to a tokenizer."""
+        from transformers import AutoTokenizer
+
+        words = _words(AutoTokenizer.from_pretrained(self.tokenizer_folder))
+        path.write_text("".join(f"{word or f'[unused-{number}]'}\n" for number, word in enumerate(words)))
 
     def describe(self) -> str:
         counts, meta = self.meta["rows"], self.meta

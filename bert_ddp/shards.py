@@ -7,6 +7,7 @@
 Source of the layout: NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT, create_pretraining_data.py.
 """
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,12 +105,15 @@ def _columns(path: Path, start: int, piece: dict, vocab_size: int, special: dict
 
 
 def write(path: Path, batches: Iterator[dict]) -> int:
-    """Write one shard from batches of the six arrays above; returns its rows."""
+    """Write one shard from batches of the six arrays above; returns its rows.
+
+    It is made in memory: HDF5 cannot close a file whose disk is full, and ends the process with a segmentation fault.
+    """
     import h5py
 
     rows = 0
-    aside = path.with_name(f".{path.name}.part")
-    with h5py.File(aside, "w") as shard:
+    image = io.BytesIO()
+    with h5py.File(image, "w") as shard:
         for batch in batches:
             for name, values in batch.items():
                 if name not in shard:
@@ -121,5 +125,5 @@ def write(path: Path, batches: Iterator[dict]) -> int:
                 shard[name].resize(rows + len(values), axis=0)
                 shard[name][rows:] = values
             rows += len(batch["input_ids"])
-    aside.replace(path)
+    path.write_bytes(image.getbuffer())
     return rows

@@ -1,6 +1,9 @@
 """Token rows: packed full, held out by documents, cached whole, and one line for what cannot work."""
 
 import json
+import re
+import shlex
+import sys
 from argparse import ArgumentParser
 from types import SimpleNamespace
 
@@ -11,7 +14,7 @@ import pytest
 from bert_ddp import corpus, rows, vocabulary
 from common.batching import plan_batches
 from common.errors import UserError
-from tests.harness import BERT, losses, play, run
+from tests.harness import BERT, load_trainer, losses, play, run
 
 SMALL = {
     "num_hidden_layers": 1,
@@ -258,6 +261,48 @@ def test_shards_made_by_hand_train_and_padding_counts_for_nothing(folder, shards
     flags = ("--corpus", folder / "text.txt", "--sequence-length", 32, "--vocab-size", 300)
     assert restored == pytest.approx(pretrain(folder, tmp_path / "arrow", *flags), abs=1e-12)
     assert found[0] == pytest.approx(found[1], abs=1e-12) and found[0] != pytest.approx(restored, abs=1e-3)
+
+
+def write_shards(text, out):
+    args = SimpleNamespace(hdf5_dir=out, rows_per_shard=100, mask_probability=0.15, whole_words=False, seed=0)
+    load_trainer(BERT.with_name("prepare-corpus.py")).write_shards(text, args)
+
+
+def test_shards_of_two_runs_never_mix(folder, shards):
+    before = sorted(shards.rglob("*"))
+    text = load(folder, "--sequence-length", 32, "--vocab-size", 300)
+    with pytest.raises(UserError, match=r"--hdf5-dir .*shards holds train already.*name a new folder"):
+        write_shards(text, shards)
+    assert sorted(shards.rglob("*")) == before
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_shards(folder, shards, tmp_path):
+    command = (
+        *(sys.executable, BERT.with_name("prepare-corpus.py"), "--corpus", folder / "text.txt"),
+        *("--objective", "mlm+nsp", "--cache-dir", folder / "cache", "--sequence-length", 32, "--vocab-size", 300),
+        *("--hdf5-dir", tmp_path / "out"),
+    )
+    # a limit of 8 KiB for each file stands for the full disk: the system refuses to write on, in the same way
+    done = run("bash", "-c", f"ulimit -f 8; exec {shlex.join(str(part) for part in command)}")
+    assert done.code == 1 and "Traceback" not in done.output
+    assert re.search(r"error: --hdf5-dir .*out cannot be written \(.*\): make room", done.output), done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shards_keep_the_case_and_the_added_words_of_their_tokenizer(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = vocabulary.from_words([*vocabulary.SPECIAL, *sorted(set(TEXT.split())), "The"], lowercase=False)
+    tokenizer.add_tokens(["<url>"])
+    tokenizer.save_pretrained(tmp_path / "cased")
+    text = load(folder, "--sequence-length", 32, "--vocab", tmp_path / "cased")
+    write_shards(text, tmp_path / "out")
+    flags = ("--corpus", tmp_path / "out" / "train", "--cache-dir", tmp_path / "cache")
+    read = load(tmp_path, *flags, "--vocab", tmp_path / "out" / "tokenizer")
+    kept = AutoTokenizer.from_pretrained(read.tokenizer_folder)
+    assert kept.tokenize("The <url> the") == ["The", "<url>", "the"]
+    by_words = load(tmp_path, *flags, "--vocab", tmp_path / "out" / "vocab.txt")
+    assert by_words.meta["vocab_size"] == text.meta["vocab_size"] == len(kept)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
