@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # raise it when the same settings give other rows, so that old caches are made anew
 PARTS = ("train", "held_out")
 TOGETHER = 512  # documents tokenised at once
+TOGETHER_CHARACTERS = 1 << 22  # of them; beyond that no further document is added, for encodings take much memory
 ROWS_A_WRITE = 1024
 PAIRS_FROM = 1 << 20  # tokens of text in memory, among which the wrong second parts are drawn
 LOCK_SECONDS = 24 * 3600.0
@@ -386,10 +387,23 @@ def _tokens(part: str, settings: dict, tokenizer, advance: Callable[[int], objec
         if fraction is None or (_is_held_out(number, fraction) == (part == "held_out"))
     )
     backend = tokenizer.backend_tokenizer
-    while together := [text for _, text in zip(range(TOGETHER), chosen, strict=False)]:
+    for together in _batches(chosen):
         for encoding in backend.encode_batch_fast(together, add_special_tokens=False):
             if encoding.ids:
                 yield np.array(encoding.ids, dtype=np.int32)
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Some texts at a time: not too many, and not too much, whatever their lengths."""
+    together, size = [], 0
+    for text in texts:
+        together.append(text)
+        size += len(text)
+        if len(together) == TOGETHER or size >= TOGETHER_CHARACTERS:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
 
 
 def _is_held_out(number: int, fraction: float) -> bool:

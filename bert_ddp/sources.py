@@ -3,6 +3,7 @@
 A *document* is a block of lines between blank lines. Text is read in UTF-8, line by line, in bounded memory.
 """
 
+import codecs
 import glob
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -80,22 +81,24 @@ def _blocks(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
+    """The lines of a file; one that is longer than the limit comes in several pieces."""
+    wrong = f"--corpus {file}, line {{}} is not UTF-8 text: convert it, or leave it out"
+    decoder = codecs.getincrementaldecoder("utf-8")()  # the limit may cut inside a character: it keeps the beginning
     try:
         with file.open("rb") as stream:
-            number = 0
-            while line := stream.readline(LONGEST_DOCUMENT):
-                number += 1
-                advance(len(line))
-                # a line longer than the limit may be cut inside a character: read on to its end
-                while line[-1] >= 0x80 and (more := stream.read(1)):
-                    line += more
+            number = 1
+            while piece := stream.readline(LONGEST_DOCUMENT):
+                advance(len(piece))
                 try:
-                    text = line.decode()
+                    text = decoder.decode(piece)
                 except UnicodeDecodeError:
-                    text = "\0"
+                    raise UserError(wrong.format(number)) from None
                 if "\0" in text:
-                    raise UserError(f"--corpus {file}, line {number} is not UTF-8 text: convert it, or leave it out")
+                    raise UserError(wrong.format(number))
                 yield text
+                number += piece.endswith(b"\n")
+            if decoder.getstate()[0]:
+                raise UserError(wrong.format(number))
     except OSError as error:
         raise UserError(f"--corpus {file} cannot be read: {error.strerror}") from None
 

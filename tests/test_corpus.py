@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-from bert_ddp import corpus, rows, vocabulary
+from bert_ddp import corpus, rows, sources, vocabulary
 from common.batching import plan_batches
 from common.errors import UserError
 from tests.harness import BERT, load_trainer, losses, play, run
@@ -127,6 +127,27 @@ def test_a_corpus_that_breaks_half_way_leaves_the_cache_whole(folder, tmp_path):
     with pytest.raises(UserError, match=r"text.txt, line \d+ is not UTF-8"):
         load(tmp_path, "--sequence-length", 16, "--vocab-size", 300)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_what_is_tokenised_at_once_is_bounded_in_characters():
+    long = "x" * sources.LONGEST_DOCUMENT
+    sizes = [sum(map(len, together)) for together in corpus._batches(iter([long] * 10 + ["short"] * 1000))]
+    assert max(sizes) <= corpus.TOGETHER_CHARACTERS + sources.LONGEST_DOCUMENT
+    assert sum(sizes) == 10 * len(long) + 5000
+
+
+def test_a_line_longer_than_the_limit_comes_in_pieces_that_cut_no_character(tmp_path):
+    text = "\u4e2d\u6587" * 250_000 + "\nend"  # 1.5 MB in UTF-8, 3 bytes a character
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    pieces = list(sources._lines(tmp_path / "text.txt", lambda size: None))
+    assert "".join(pieces) == text
+    assert max(len(piece.encode()) for piece in pieces) <= sources.LONGEST_DOCUMENT + 3
+
+
+def test_a_character_cut_by_the_end_of_the_file_is_named_with_its_line(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"one\ntwo \xe4\xb8")
+    with pytest.raises(UserError, match=r"text.txt, line 2 is not UTF-8"):
+        list(sources.documents([str(tmp_path / "text.txt")]))
 
 
 # --- masks --------------------------------------------------------------------------------------------------------
