@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 2  # raise it when the same settings give other rows, so that old caches are made anew
+FORMAT = 3  # raise it when the same settings give other rows, so that old caches are made anew
 PARTS = ("train", "held_out")
 TOGETHER = 512  # documents tokenised at once
 TOGETHER_CHARACTERS = 1 << 22  # of them; beyond that no further document is added, for encodings take much memory
@@ -469,8 +469,9 @@ def columns(
 def _pairs(documents: Iterator["np.ndarray"], length: int, special: dict) -> Iterator[dict]:
     """[CLS] A [SEP] B [SEP] of full length: B follows A in half of the rows, and is from another place in the others.
 
-    Documents too short for a pair are joined to the next one. Where B is from elsewhere, the text after A is not
-    lost: the next row begins with it, as in the original BERT.
+    Documents too short for a pair are joined to the next one, and so is the end of each, which fills no row: of a
+    block only the last tokens, less than a row, are dropped. Where B is from elsewhere, the text after A is not lost:
+    the next row begins with it, as in the original BERT.
     """
     block: list = []
     size = number = 0
@@ -504,27 +505,35 @@ def _pairs_of_block(block: list, length: int, special: dict, number: int) -> Ite
     random = np.random.default_rng(derive_seed(0, "pairs", number))
     inner = length - 3
     rows, seconds, labels = [], [], []
-    for index, document in enumerate(block):
-        begin = 0
-        while begin + inner <= len(document):
-            first = int(random.integers(inner // 4, inner - inner // 4 + 1))
-            a, after = document[begin : begin + first], begin + first
-            wanted = inner - first
-            label = int(random.random() < 0.5)
-            if label:
-                other = int(random.integers(len(block) - 1)) if len(block) > 1 else index
-                source = block[other + (other >= index and len(block) > 1)]
-                start = int(random.integers(len(source) - wanted + 1))
-                b, begin = source[start : start + wanted], after
-            else:
-                b, begin = document[after : after + wanted], after + wanted
-            rows.append(np.concatenate([[special["cls"]], a, [special["sep"]], b, [special["sep"]]]))
-            seconds.append(first + 2)
-            labels.append(label)
+    stream, ends = np.concatenate(block), np.cumsum([len(document) for document in block])
+    begin = 0
+    while begin + inner <= len(stream):
+        first = int(random.integers(inner // 4, inner - inner // 4 + 1))
+        after, wanted = begin + first, inner - first
+        label = int(random.random() < 0.5)
+        if label:
+            source = _elsewhere(block, *np.searchsorted(ends, (begin, after - 1), side="right"), random)
+            start = int(random.integers(len(source) - wanted + 1))
+            b = source[start : start + wanted]
+        else:
+            b = stream[after : after + wanted]
+        rows.append(np.concatenate([[special["cls"]], stream[begin:after], [special["sep"]], b, [special["sep"]]]))
+        seconds.append(first + 2)
+        labels.append(label)
+        begin = after if label else after + wanted
     for start in range(0, len(rows), ROWS_A_WRITE):
         piece = slice(start, start + ROWS_A_WRITE)
         ids = np.stack(rows[piece]).astype(np.int32)
         yield columns(ids, special, np.array(labels[piece]), second=np.array(seconds[piece], dtype=np.int32))
+
+
+def _elsewhere(block: list, first: int, last: int, random: "np.random.Generator") -> "np.ndarray":
+    """A document that is none of those from number `first` to `last`, which hold A; any if there is no other."""
+    taken = last - first + 1
+    if taken == len(block):
+        return block[int(random.integers(len(block)))]
+    other = int(random.integers(len(block) - taken))
+    return block[other + taken if other >= first else other]
 
 
 def _rows_of_shards(settings: dict, tokenizer, vocab_size: int, special: dict) -> Iterator[tuple[str, dict]]:

@@ -1,5 +1,6 @@
 """Token rows: packed full, held out by documents, cached whole, and one line for what cannot work."""
 
+import itertools
 import json
 import re
 import shlex
@@ -94,6 +95,34 @@ def test_pairs_are_full_and_half_of_the_second_parts_are_from_elsewhere(folder):
     assert (got["input_ids"][:, -1] == special["sep"]).all()
     assert ((got["input_ids"] == special["sep"]).sum(axis=1) == 2).all()
     assert 0.3 < got["next_label"].mean() < 0.7
+
+
+def numbered_pairs(length=64):
+    """(rows of pairs, how many tokens the documents have): every token of the text is a number of its own."""
+    random = np.random.default_rng(0)
+    ends = np.cumsum([0, *random.integers(20, 300, 400)])
+    documents = (np.arange(*span, dtype=np.int32) for span in itertools.pairwise(ends))
+    special = {"cls": -1, "sep": -2, "pad": -3, "mask": -4}
+    pieces = list(corpus._pairs(documents, length, special))
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}, ends[-1]
+
+
+def test_pairs_leave_out_less_than_two_rows_of_the_text():
+    got, total = numbered_pairs(length=64)
+    assert np.setdiff1d(np.arange(total), got["input_ids"]).size < 2 * 64
+
+
+def test_a_label_says_whether_the_second_part_follows_the_first():
+    got, _ = numbered_pairs()
+    row = np.arange(len(got["second"]))
+    follows = got["input_ids"][row, got["second"]] == got["input_ids"][row, got["second"] - 2] + 1
+    assert (follows == (got["next_label"] == 0)).all()
+
+
+def test_a_second_part_from_elsewhere_shares_no_text_with_the_first():
+    got, _ = numbered_pairs()
+    for ids in got["input_ids"][got["next_label"] == 1]:
+        assert len(np.unique(ids[ids >= 0])) == 64 - 3
 
 
 def test_a_second_start_reads_nothing_again_and_a_changed_file_is_read_anew(folder, tmp_path):
