@@ -176,6 +176,9 @@ def _settings(args: Namespace, init_from: str | None) -> dict:
         "corpus": args.corpus,
         "held_out_corpus": args.held_out_corpus,
         "files": {name: [_stamp(file) for file in found] for name, found in files.items()},
+        "data_set_files": [
+            _stamp(file) for file in sources.data_set_files([*args.corpus, *(args.held_out_corpus or [])])
+        ],
         "shards": shards,
         "held_out": None if args.held_out_corpus else args.held_out,
         "vocab": vocab,

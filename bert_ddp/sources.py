@@ -41,6 +41,19 @@ def find_files(corpus: Iterable[str]) -> list[Path]:
     return files
 
 
+def data_set_files(corpus: Iterable[str]) -> list[Path]:
+    """The files of data sets (`hf:...`) that are local folders, in a fixed order; those of the hub have none here."""
+    folders = [Path(_data_set(name)[0]) for name in corpus if name.startswith("hf:")]
+    return [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _data_set(name: str) -> tuple[str, str | None, str]:
+    """(path, configuration, split) of `hf:NAME[,CONFIG[,SPLIT]]`."""
+    path, *rest = name.removeprefix("hf:").split(",")
+    config, split = (*rest, None, None)[:2]
+    return path, config or None, split or "train"
+
+
 def is_hdf5(files: list[Path]) -> bool:
     """Are these shards of token rows and not text? Raises UserError for a mixture."""
     shards = [file for file in files if file.suffix in HDF5_SUFFIXES]
@@ -117,10 +130,9 @@ def _from_datasets(name: str) -> Iterator[str]:
     whole documents otherwise."""
     import datasets
 
-    path, *rest = name.removeprefix("hf:").split(",")
-    config, split = (*rest, None, None)[:2]
+    path, config, split = _data_set(name)
     try:
-        rows = datasets.load_dataset(path, config or None, split=split or "train")  # on disk; read several times
+        rows = datasets.load_dataset(path, config, split=split)  # on disk; read several times
     except Exception as error:  # whatever the network, the hub and its client come up with
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise UserError(

@@ -151,6 +151,17 @@ def test_a_data_set_by_name_gives_the_rows_of_the_same_text(folder, tmp_path, mo
     assert by_name.fingerprint == load(folder, *flags).fingerprint
 
 
+def test_a_changed_folder_of_a_data_set_is_read_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "data").mkdir()
+    flags = ("--sequence-length", 16, "--vocab-size", 300, "--corpus", f"hf:{tmp_path / 'data'}")
+    found = []
+    for text in ((folder / "text.txt").read_text(), "another text of a few words\n\n" * 300):
+        (tmp_path / "data" / "train.txt").write_text(text)
+        found.append(load(tmp_path, *flags).fingerprint)
+    assert found[0] != found[1]
+
+
 def test_a_corpus_that_breaks_half_way_leaves_the_cache_whole(folder, tmp_path):
     (tmp_path / "text.txt").write_bytes((folder / "text.txt").read_bytes() + b"\n\n\xff\xfe not text")
     with pytest.raises(UserError, match=r"text.txt, line \d+ is not UTF-8"):
