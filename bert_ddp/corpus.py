@@ -22,6 +22,7 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ TOGETHER_CHARACTERS = 1 << 22  # of them; beyond that no further document is add
 ROWS_A_WRITE = 1024
 PAIRS_FROM = 1 << 20  # tokens of text in memory, among which the wrong second parts are drawn
 LOCK_SECONDS = 24 * 3600.0
+SOURCES = {"corpus": "--corpus", "held_out_corpus": "--held-out-corpus"}
 PATHS = ("corpus", "held_out_corpus", "vocab", "cache_dir")  # flags; what they lead to has a fingerprint
 OBJECTIVES = ("mlm", "mlm+nsp")
 
@@ -157,15 +159,13 @@ def _open(folder: Path) -> Corpus:
 
 def _settings(args: Namespace, init_from: str | None) -> dict:
     """All that the rows follow from, as plain JSON. Raises UserError for a combination that cannot work."""
-    files = {name: sources.find_files(getattr(args, name) or []) for name in ("corpus", "held_out_corpus")}
-    shards = sources.is_hdf5(files["corpus"] + files["held_out_corpus"])
+    files = {name: sources.find_files(getattr(args, name) or [], flag) for name, flag in SOURCES.items()}
+    shards = _are_shards(args, files)
     vocab = args.vocab or init_from
     if shards and not vocab:
         raise UserError(
             f"--corpus {files['corpus'][0]} holds numbers of words: give the --vocab that they were made with"
         )
-    if shards and any(name.startswith("hf:") for name in args.corpus):
-        raise UserError("--corpus names both HDF5 shards and a data set: give one kind")
     if args.masking == "stored" and not shards:
         raise UserError("--masking stored takes its masks from HDF5 shards, but --corpus names text: use dynamic")
     shortest = 8
@@ -189,6 +189,17 @@ def _settings(args: Namespace, init_from: str | None) -> dict:
         "objective": args.objective,
         "masking": args.masking,
     }
+
+
+def _are_shards(args: Namespace, files: dict[str, list[Path]]) -> bool:
+    """Is it HDF5 shards that both flags name? Raises UserError where it is both shards and text."""
+    found = files["corpus"] + files["held_out_corpus"]
+    shards = sources.is_hdf5(found)
+    for name, flag in SOURCES.items():
+        for given in getattr(args, name) or []:
+            if shards and sources.is_no_file(given):
+                raise UserError(f"{flag} is {given}, which is text, but {found[0]} is an HDF5 shard: give one kind")
+    return shards
 
 
 def _stamp(file: Path) -> list:
@@ -245,6 +256,8 @@ def _build_in(folder: Path, settings: dict) -> None:
             writer.close()
     _check_not_empty(writers, settings)
     counts[[number for name, number in special.items() if name != "unk"]] = 0
+    if not counts.any():
+        raise UserError(f"--corpus {' '.join(settings['corpus'])} holds no words, only special tokens: give text")
     meta = {
         "sequence_length": writers["train"].length,
         "vocab_size": len(words),
@@ -300,19 +313,27 @@ def _plain_tqdm_lock() -> None:
 
 
 def _check_not_empty(writers: dict, settings: dict) -> None:
-    for part, flag in (("train", "corpus"), ("held_out", "held_out_corpus")):
-        if part in writers:
-            continue
-        if part == "train" or settings["held_out_corpus"]:
-            names = " ".join(settings[flag])
-            raise UserError(
-                f"--{flag.replace('_', '-')} {names} gives not one row of {settings['sequence_length']} tokens: "
-                "it is empty or too short; give more text or a smaller --sequence-length"
-            )
+    """Raises UserError where a part has no rows: it says whether text lacks, or only the way it was parted."""
+    missing = [part for part in PARTS if part not in writers]
+    if not missing:
+        return
+    fraction, names = settings["held_out"], " ".join(settings["corpus"])
+    if fraction is None or len(missing) == len(PARTS):
+        name = "corpus" if "train" in missing else "held_out_corpus"
         raise UserError(
-            f"--held-out {settings['held_out']} of --corpus {' '.join(settings['corpus'])} is less than one row: "
-            "raise it, or give more text"
+            f"{SOURCES[name]} {' '.join(settings[name])} gives not one row of {settings['sequence_length']} tokens: "
+            "it is empty or too short; give more text or a smaller --sequence-length"
         )
+    if not settings["shards"] and len(list(islice(sources.documents(settings["corpus"]), 2))) < 2:
+        raise UserError(
+            f"--corpus {names} has no blank lines and so is one document, of which no part can be held out: put "
+            "blank lines between documents, or name other text with --held-out-corpus"
+        )
+    if missing == ["train"]:
+        raise UserError(
+            f"--held-out {fraction} of --corpus {names} leaves no row to train on: lower it, or give more text"
+        )
+    raise UserError(f"--held-out {fraction} of --corpus {names} is less than one row: raise it, or give more text")
 
 
 def _entropy(counts: "np.ndarray") -> float:
@@ -547,10 +568,11 @@ def _rows_of_shards(settings: dict, tokenizer, vocab_size: int, special: dict) -
 
     row = 0
     files = [*settings["files"]["corpus"], *settings["files"]["held_out_corpus"]]
+    most = max(shards.most_masked(Path(path)) for path, *_ in files)  # the Arrow column has one width
     with _bar("token rows", files) as bar:
         for name in ("corpus", "held_out_corpus"):
             for path, size, _ in settings["files"][name]:
-                for rows in shards.read(Path(path), settings, vocab_size, special):
+                for rows in shards.read(Path(path), settings, vocab_size, special, most):
                     numbers = range(row, row + len(rows["length"]))
                     row = numbers.stop
                     if settings["held_out"] is None:

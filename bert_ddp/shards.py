@@ -9,12 +9,14 @@ Source of the layout: NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
 
 if TYPE_CHECKING:
+    import h5py
     import numpy as np
 
 MATRICES = ("input_ids", "input_mask", "segment_ids")
@@ -33,28 +35,49 @@ def unmask(ids: "np.ndarray", positions: "np.ndarray", labels: "np.ndarray") -> 
     return result
 
 
-def read(path: Path, settings: dict, vocab_size: int, special: dict) -> Iterator[dict]:
-    """The rows of one shard in pieces, as columns of the cache.
+def read(path: Path, settings: dict, vocab_size: int, special: dict, most: int) -> Iterator[dict]:
+    """The rows of one shard in pieces, as columns of the cache; stored masks have `most` places in a row.
 
     Raises UserError naming the file and the row where it does not follow the layout.
     """
+    with _open(path) as shard:
+        length = _check_shapes(path, shard, settings["sequence_length"])
+        settings["sequence_length"] = length  # the first shard decides for the others
+        for start in range(0, len(shard["input_ids"]), ROWS_AT_ONCE):
+            piece = {name: shard[name][start : start + ROWS_AT_ONCE] for name in (*MATRICES, *MASKS, LABELS)}
+            yield _columns(path, start, piece, vocab_size, special, most if settings["masking"] == "stored" else None)
+
+
+def most_masked(path: Path) -> int:
+    """P of this shard. Raises UserError where it does not follow the layout."""
+    with _open(path) as shard:
+        _check_shapes(path, shard, None)
+        return shard[MASKS[0]].shape[1]
+
+
+@contextmanager
+def _open(path: Path) -> Iterator["h5py.File"]:
     import h5py
 
     try:
         with h5py.File(path) as shard:
-            length = _check_shapes(path, shard, settings["sequence_length"])
-            settings["sequence_length"] = length  # the first shard decides for the others
-            for start in range(0, len(shard["input_ids"]), ROWS_AT_ONCE):
-                piece = {name: shard[name][start : start + ROWS_AT_ONCE] for name in (*MATRICES, *MASKS, LABELS)}
-                yield _columns(path, start, piece, vocab_size, special, settings["masking"] == "stored")
+            yield shard
     except OSError as error:
         raise UserError(f"--corpus {path} is not a whole HDF5 file: {str(error).splitlines()[0]}") from None
 
 
-def _check_shapes(path: Path, shard, wanted: int | None) -> int:
+def _check_shapes(path: Path, shard: "h5py.File", wanted: int | None) -> int:
+    import h5py
+
     for name in (*MATRICES, *MASKS, LABELS):
-        if name not in shard:
+        if not isinstance(shard.get(name), h5py.Dataset):
             raise UserError(f"--corpus {path} has no data set {name}: give shards of NVIDIA's BERT pipeline")
+    for name in (MATRICES[0], *MASKS):
+        if len(shard[name].shape) != 2:
+            raise UserError(
+                f"--corpus {path}: {name} has the shape {shard[name].shape}, not (rows, tokens in a row): give shards "
+                "of NVIDIA's BERT pipeline"
+            )
     rows, length = shard["input_ids"].shape
     for name, shape in ((MATRICES[1], (rows, length)), (MATRICES[2], (rows, length)), (LABELS, (rows,))):
         if shard[name].shape != shape:
@@ -66,7 +89,8 @@ def _check_shapes(path: Path, shard, wanted: int | None) -> int:
     return length
 
 
-def _columns(path: Path, start: int, piece: dict, vocab_size: int, special: dict, stored: bool) -> dict:
+def _columns(path: Path, start: int, piece: dict, vocab_size: int, special: dict, most: int | None) -> dict:
+    """Columns of the cache, with stored masks of width `most` where one is given."""
     import numpy as np
 
     from bert_ddp.corpus import columns
@@ -97,9 +121,12 @@ def _columns(path: Path, start: int, piece: dict, vocab_size: int, special: dict
     refuse(~np.isin(piece[LABELS], (0, 1)), f"{LABELS} is neither 0 nor 1")
     original = unmask(ids, positions, np.where(listed, labels, 0))
     result = columns(original, special, piece[LABELS], second, length)
-    if stored:
-        positions = np.where(listed, positions, 0)
-        result |= {"input_ids": ids, "masked_positions": positions, "masked_labels": np.where(listed, labels, 0)}
+    if most is not None:
+        # a step whose rows have no masks would have no loss: a division by zero
+        refuse(~listed.any(axis=1), "no token is masked: give shards with masks, or --masking dynamic")
+        fill = ((0, 0), (0, most - positions.shape[1]))
+        stored = [np.pad(np.where(listed, numbers, 0), fill) for numbers in (positions, labels)]
+        result |= {"input_ids": ids, "masked_positions": stored[0], "masked_labels": stored[1]}
         result["maskable"] = listed.sum(axis=1).astype(np.int32)
     return result
 

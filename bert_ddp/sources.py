@@ -16,14 +16,14 @@ LONGEST_DOCUMENT = 1 << 20  # characters; a longer block is cut, so that memory 
 ROWS_TO_LOOK_AT = 1000
 
 
-def find_files(corpus: Iterable[str]) -> list[Path]:
-    """The files that `--corpus` names, in a fixed order; data sets by name (`hf:...`) are not files.
+def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
+    """The files that the names of a flag mean, in a fixed order; data sets by name (`hf:...`) are not files.
 
     A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError where a name means no file.
     """
     files: list[Path] = []
     for name in corpus:
-        if name.startswith("hf:") or name == PYTHON_DOCS:
+        if is_no_file(name):
             continue
         path = Path(name)
         if path.is_dir():
@@ -34,7 +34,7 @@ def find_files(corpus: Iterable[str]) -> list[Path]:
             found = [Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file()]  # noqa: PTH207
         if not found:
             raise UserError(
-                f"--corpus {name} names no file: give a file, a folder with .txt or .hdf5 files below it, a glob in "
+                f"{flag} {name} names no file: give a file, a folder with .txt or .hdf5 files below it, a glob in "
                 f"quotes, hf:NAME,CONFIG, or {PYTHON_DOCS}, which needs no download"
             )
         files += sorted(found)
@@ -52,6 +52,11 @@ def _data_set(name: str) -> tuple[str, str | None, str]:
     path, *rest = name.removeprefix("hf:").split(",")
     config, split = (*rest, None, None)[:2]
     return path, config or None, split or "train"
+
+
+def is_no_file(name: str) -> bool:
+    """Does this name mean text that is not found by a path of the file system?"""
+    return name.startswith("hf:") or name == PYTHON_DOCS
 
 
 def is_hdf5(files: list[Path]) -> bool:
@@ -140,8 +145,12 @@ def _from_datasets(name: str) -> Iterator[str]:
         ) from None
     if "text" not in rows.column_names:
         raise UserError(f"--corpus {name} has no column `text`, only {', '.join(rows.column_names)}: give another one")
-    if any(not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
-        yield from _blocks(line for row in rows for line in row["text"].splitlines() or [""])
+    kind = getattr(rows.features["text"], "dtype", "of several values")
+    if kind not in ("string", "large_string"):
+        raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
+    # A row without a value (null) is no text; it does not say that rows are lines.
+    if any(text is not None and not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
+        yield from _blocks(line for row in rows for line in (row["text"] or "").splitlines() or [""])
     else:
         for row in rows:
-            yield from _blocks(row["text"].splitlines())
+            yield from _blocks((row["text"] or "").splitlines())

@@ -427,3 +427,71 @@ def test_a_model_that_does_not_fit_the_corpus_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             build(name, **changes)
+
+
+def test_text_that_cannot_be_parted_says_how_to_part_it(tmp_path):
+    (tmp_path / "text.txt").write_text("a line of a book without blank lines\n" * 300)
+    flags = ("--sequence-length", 16, "--vocab-size", 300)
+    for fraction in (0.05, 0.999):
+        with pytest.raises(UserError, match=r"text.txt has no blank lines.*--held-out-corpus"):
+            load(tmp_path, *flags, "--held-out", fraction)
+    (tmp_path / "text.txt").write_text("a few words\n\n" * 100)
+    with pytest.raises(UserError, match=r"--held-out 0.9999 .* leaves no row to train on: lower it"):
+        load(tmp_path, *flags, "--held-out", 0.9999)
+
+
+def test_a_missing_file_is_named_with_the_flag_that_names_it(folder):
+    with pytest.raises(UserError, match=r"^--held-out-corpus nowhere names no file"):
+        load(folder, "--held-out-corpus", "nowhere")
+
+
+def test_shards_beside_text_that_is_no_file_are_refused(folder, shards):
+    for flags in (("--corpus", "python-docs"), ("--corpus", "python-docs", "--vocab", shards / "vocab.txt")):
+        with pytest.raises(UserError, match=r"--corpus is python-docs, which is text, but .*hdf5 is an HDF5 shard"):
+            load(folder, *flags, "--held-out-corpus", shards / "held_out")
+
+
+def write_shard(path, rows=4, places=3, **changes):
+    """A shard by hand: rows of 16 tokens, the third one masked, with room for `places` masks in a row."""
+    ids, masks = np.full((rows, 16), 6, "i4"), np.zeros((rows, places), "i4")
+    ids[:, 2], masks[:, 0] = 4, 2
+    arrays = {"input_ids": ids, "input_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}
+    arrays |= {"masked_lm_positions": masks, "masked_lm_ids": np.where(masks, 5, 0)}
+    arrays |= {"next_sentence_labels": np.zeros(rows, "i4"), **changes}
+    path.parent.mkdir(exist_ok=True)
+    with h5py.File(path, "w") as shard:
+        for name, values in arrays.items():
+            shard[name] = values
+
+
+def load_shards(folder, *flags):
+    (folder / "vocab.txt").write_text("\n".join([*vocabulary.SPECIAL, "the", "fox"]))
+    both = ("--corpus", folder / "shards", "--held-out-corpus", folder / "shards")
+    return load(folder, *both, "--vocab", folder / "vocab.txt", *flags)
+
+
+def test_shards_with_room_for_different_numbers_of_masks_go_together(tmp_path):
+    write_shard(tmp_path / "shards" / "a.hdf5", places=2)
+    write_shard(tmp_path / "shards" / "b.hdf5", places=5)
+    train, _ = rows.of_corpus(load_shards(tmp_path, "--masking", "stored"), 0.15, False, 0)
+    assert train.__getitems__([0, 4]).positions.tolist() == [[2, 0, 0, 0, 0]] * 2
+
+
+def test_a_shard_with_an_array_of_another_shape_is_named(tmp_path):
+    write_shard(tmp_path / "shards" / "flat.hdf5", input_ids=np.zeros(16, "i4"))
+    with pytest.raises(UserError, match=r"flat.hdf5: input_ids has the shape \(16,\), not \(rows, tokens"):
+        load_shards(tmp_path)
+
+
+def test_a_row_without_stored_masks_is_named(tmp_path):
+    write_shard(tmp_path / "shards" / "bare.hdf5", masked_lm_positions=np.zeros((4, 3), "i4"))
+    with pytest.raises(UserError, match=r"bare.hdf5, row 0: no token is masked: .*--masking dynamic"):
+        load_shards(tmp_path, "--masking", "stored")
+
+
+def test_a_data_set_may_hold_rows_without_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "data").mkdir()
+    texts = ["first document", None, "second document"]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert list(sources.documents([f"hf:{tmp_path / 'data'}"])) == ["first document", "second document"]
