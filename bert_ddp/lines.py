@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,11 +92,16 @@ class Parts:
     """This rank's view of the chunks that are done."""
 
     def __init__(self, group: Group, folder: Path, chunks: int):
+        """Makes the folder. Every rank must call this; where one cannot, all raise the same UserError."""
         self.group, self.folder, self.chunks = group, folder, chunks
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written: {error.strerror}: name another with --shared-dir") from None
+        with group.first_on_node("the folder of the parts"):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"{folder}, where parts of the answers go, cannot be made on {socket.gethostname()}: "
+                    f"{error.strerror}: name another folder with --shared-dir (or --output)"
+                ) from None
 
     def _path(self, number: int) -> Path:
         return self.folder / f"chunk-{number:08d}.jsonl"
@@ -113,16 +119,18 @@ class Parts:
         missing = [number for number in range(self.chunks) if number not in done]
         self._announce(len(done))
         said = time.monotonic()
-        while (turn := self.group.store.add("predict/next", 1) - 1) < len(missing):
-            number = missing[turn]
-            first = number * lines.chunk_lines + 1
-            answers = answer(lines.chunk(number))
-            rows = (json.dumps({"line": line, **row}, ensure_ascii=False) for line, row in enumerate(answers, first))
-            self._write(number, "".join(f"{row}\n" for row in rows))
-            if self.group.worker.is_main and time.monotonic() - said > SAY_EVERY_SECONDS:
-                said = time.monotonic()
-                say(self.group.worker, f"about {len(done) + turn + 1:,} of {self.chunks:,} chunks")
-        dist.barrier()
+        # who finds no chunk left waits while others compute their last, and a chunk may be large
+        with self.group.each_at_its_own_pace("the chunks that other ranks still compute") as hear_of_failures:
+            while (turn := self.group.store.add("predict/next", 1) - 1) < len(missing):
+                hear_of_failures()
+                number = missing[turn]
+                first = number * lines.chunk_lines + 1
+                answers = enumerate(answer(lines.chunk(number)), first)
+                rows = (json.dumps({"line": line, **row}, ensure_ascii=False) for line, row in answers)
+                self._write(number, "".join(f"{row}\n" for row in rows))
+                if self.group.worker.is_main and time.monotonic() - said > SAY_EVERY_SECONDS:
+                    said = time.monotonic()
+                    say(self.group.worker, f"about {len(done) + turn + 1:,} of {self.chunks:,} chunks")
         return len(done)
 
     def _announce(self, done: int) -> None:
@@ -140,33 +148,34 @@ class Parts:
             aside.replace(self._path(number))
         except OSError as error:
             aside.unlink(missing_ok=True)
-            raise RunError(f"{self.folder} cannot be written: {error.strerror}; what is done there stays") from None
+            where = f"{self.folder} on {socket.gethostname()}"  # every rank says it, wherever it happened
+            raise RunError(f"{where} cannot be written: {error.strerror}; what is done there stays") from None
 
     def join(self, output: Path) -> int:
         """Write all chunks in order to `output` on rank 0; it appears whole or not at all. Collective.
 
         Returns how many chunks came over the network.
         """
-        owners = self.owners()
+        owners, file = self.owners(), None
         aside = output.with_name(f".{output.name}.joining")
-        try:
+        with self.group.others_wait("rank 0, which opens --output"), _writing(output):
             if self.group.worker.is_main:
                 output.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") if self.group.worker.is_main else contextlib.nullcontext() as file:
-                for start in range(0, self.chunks, CHUNKS_A_ROUND):
+                file = aside.open("wb")
+        with file or contextlib.nullcontext():
+            for start in range(0, self.chunks, CHUNKS_A_ROUND):
+                with _writing(output):
                     for number in range(start, min(start + CHUNKS_A_ROUND, self.chunks)):
                         data = self._bring(number, owners[number])
                         if file:
                             file.write(data)
-                    dist.barrier()
+                dist.barrier()
+            # a disk may take minutes for what the system has buffered
+            with self.group.others_wait("rank 0, which completes --output"), _writing(output):
                 if file:
                     file.flush()
                     os.fsync(file.fileno())
-            if self.group.worker.is_main:
-                aside.replace(output)
-        except OSError as error:
-            raise RunError(f"--output {output} cannot be written: {error.strerror}; the parts stay") from None
-        dist.barrier()
+                    aside.replace(output)
         shutil.rmtree(self.folder, ignore_errors=True)  # of a shared folder several ranks clear the same
         return sum(owner > 0 for owner in owners.values())
 
@@ -186,3 +195,13 @@ class Parts:
             dist.recv(data, src=owner)
             return data.cpu().numpy().tobytes()
         return None
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Turn a full or missing disk under --output into one line."""
+    try:
+        yield
+    except OSError as error:
+        where = f"--output {output} on {socket.gethostname()}"  # every rank says it
+        raise RunError(f"{where} cannot be written: {error.strerror}; the parts stay") from None

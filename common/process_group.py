@@ -90,9 +90,26 @@ class Group:
             self._wait(turn, lambda: self.store.check([f"{turn}/rank {leader}"]), what)
             with self._announcing(turn, f"rank {self.worker.rank}"):
                 yield
+        self._all_through(turn, f"{what} on the other nodes")
+
+    @contextlib.contextmanager
+    def each_at_its_own_pace(self, what: str) -> Iterator[Callable[[], None]]:
+        """Every rank runs the body, and leaves when all have been through: for work that takes one rank far longer
+        than another. A rank that has done its part waits on the store, not in a collective that times out.
+
+        The body gets a function to call between long pieces of work: it raises what another rank has announced as
+        failed. Every rank must enter. When one fails, all raise the same.
+        """
+        turn = self._turn(what)
+        with self._announcing(turn, f"rank {self.worker.rank}"):
+            yield lambda: self._raise_failure(turn)
+        self._all_through(turn, what)
+
+    def _all_through(self, turn: str, what: str) -> None:
+        """Wait until every rank has come here; the last one opens the door, so that each asks for one key only."""
         if self.store.add(f"{turn}/through", 1) == self.worker.world_size:
             self.store.set(f"{turn}/all", "done")
-        self._wait(turn, lambda: self.store.check([f"{turn}/all"]), f"{what} on the other nodes")
+        self._wait(turn, lambda: self.store.check([f"{turn}/all"]), what)
 
     def agree(self, **fields: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Collective."""
@@ -119,24 +136,34 @@ class Group:
             failure = {"error": str(error) or type(error).__name__, "mistake": mistake}
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set(f"{turn}/failed", json.dumps(failure))
-                deadline = time.monotonic() + LINGER_SECONDS
-                while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
-                    time.sleep(POLL_SECONDS)
+                self._linger(turn)
             raise
+
+    def _linger(self, turn: str) -> None:
+        """Stay until all others have heard of a failure, for a while: the store may end with this process."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
     def _wait(self, turn: str, ready: Callable[[], bool], what: str) -> None:
         """Wait on the store until `ready()`, saying what for. Raises what another rank has announced as failed."""
         with limit(self.work_timeout_seconds + LINGER_SECONDS, self.worker, f"the wait for {what} (--work-timeout)"):
             self._poll(turn, ready, what)
 
+    def _raise_failure(self, turn: str) -> None:
+        """Raise what another rank has announced as failed, where one has."""
+        if self.store.check([f"{turn}/failed"]):
+            failure = json.loads(self.store.get(f"{turn}/failed"))
+            self.store.add(f"{turn}/heard", 1)
+            if self.worker.is_main:  # its process may hold the store
+                self._linger(turn)
+            kind = UserError if failure["mistake"] else RunError
+            raise kind(failure["error"], same_on_every_rank=True)
+
     def _poll(self, turn: str, ready: Callable[[], bool], what: str) -> None:
         began = said = time.monotonic()
         while not ready():
-            if self.store.check([f"{turn}/failed"]):
-                failure = json.loads(self.store.get(f"{turn}/failed"))
-                self.store.add(f"{turn}/heard", 1)
-                kind = UserError if failure["mistake"] else RunError
-                raise kind(failure["error"], same_on_every_rank=True)
+            self._raise_failure(turn)
             now = time.monotonic()
             if now - began > self.work_timeout_seconds:
                 limit = f"{self.work_timeout_seconds:.0f} s (--work-timeout)"
