@@ -28,15 +28,19 @@ def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
     """Precision, recall and F1 of entities, right only with both ends and type, as conlleval counts them."""
     from seqeval.metrics import accuracy_score, classification_report
 
-    found = classification_report(gold, predicted, output_dict=True, zero_division=0)
+    pairs = zip((tag for tags in gold for tag in tags), (tag for tags in predicted for tag in tags), strict=True)
+    confusion = _confusion((_type(right), _type(answer)) for right, answer in pairs)
+    if set(confusion) | {answer for row in confusion.values() for answer in row} <= {"O"}:
+        # seqeval has no report without a class
+        found = {"micro avg": {"precision": 0.0, "recall": 0.0, "f1-score": 0.0, "support": 0}}
+        text = "no entity is there, and none was found: precision, recall and F1 count as 0\n"
+    else:
+        found = classification_report(gold, predicted, output_dict=True, zero_division=0)
+        text = classification_report(gold, predicted, zero_division=0)
     micro = found["micro avg"]
     numbers = {"f1": micro["f1-score"], "precision": micro["precision"], "recall": micro["recall"]}
     numbers["tag_accuracy"] = accuracy_score(gold, predicted)
-    pairs = zip((tag for tags in gold for tag in tags), (tag for tags in predicted for tag in tags), strict=True)
-    confusion = _confusion((_type(right), _type(answer)) for right, answer in pairs)
-    return Scores(
-        _floats(numbers), _per_class(found), classification_report(gold, predicted, zero_division=0), confusion
-    )
+    return Scores(_floats(numbers), _per_class(found), text, confusion)
 
 
 def score_classes(gold: Sequence[str], predicted: Sequence[str]) -> Scores:

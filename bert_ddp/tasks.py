@@ -84,6 +84,8 @@ def read_sentences(source: str, role: str) -> list[Sentence]:
         examples = list(read_conll(Path(source)))
     else:
         raise UserError(f"{source}: --task ner reads CoNLL files (.conll, .txt, .bio, .iob), .jsonl, and hf:NAME")
+    if examples and not any(sentence.words for sentence in examples):
+        raise UserError(f"{source} holds no labelled word ({role}): its sentences are empty: is it the right file?")
     return _not_empty(examples, source)
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bert_ddp import tasks
+from bert_ddp import scores, tasks
 from bert_ddp.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from common.batching import BatchPlan, plan_batches
 from common.errors import RunError, UserError
@@ -99,6 +99,7 @@ BAD = [
     ("a.conll", "\n\n", "a.conll holds no examples"),
     ("a.jsonl", '{"tokens": ["a"], "tags": ["O", "O"]}', "a.jsonl, line 1: words and tags are not two lists"),
     ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tok', "a.jsonl, line 2: this is no JSON"),
+    ("a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no labelled word \(train\)"),
     ("a.jsonl", '{"text": "a"}', "a.jsonl, line 1: there is no column tokens or words among text"),
 ]
 
@@ -179,6 +180,17 @@ def test_a_batch_is_padded_to_its_longest_row_only(tokenizer, tmp_path):
 
 
 NAMES = ["O", "B-person", "B-place", "I-place"]
+
+
+# --- scores ------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_without_any_entity_has_scores_of_zero_and_a_report(tmp_path):
+    found = scores.score("ner", [["O", "O"], []], [["O", "O"], []])
+    assert found.numbers == {"f1": 0, "precision": 0, "recall": 0, "tag_accuracy": 1}
+    scores.write_report(tmp_path, {"dev": found}, step=1)
+    assert "no entity is there, and none was found" in (tmp_path / "report.txt").read_text()
+    assert (tmp_path / "confusion.png").stat().st_size > 0
 
 
 # --- batches balanced by tokens ----------------------------------------------------------------------------------
