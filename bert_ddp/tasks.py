@@ -17,18 +17,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from bert_ddp.token_batches import cut_passes
 from common.errors import RunError, UserError
+from common.report import say
+
+if TYPE_CHECKING:
+    import datasets  # slow to import, and needed for hf: alone
 
 IGNORE = -100  # the label of a position that counts for nothing; cross_entropy's own default
 ROLES = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}  # file stems and splits
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
+LABEL_COLUMNS = ("label", "labels", "class")
+MOST_OF_AN_ERROR = 400  # characters of what `datasets` says
 ENCODE_AT_ONCE = 2000  # texts; bounds the memory of the tokenizer's intermediate objects
 
 
@@ -54,14 +63,22 @@ class Text:
 # --- sources -----------------------------------------------------------------------------------------------------
 
 
+class OfData(str):
+    """A source that --data gives. One that is named for its role must have what the role needs; this may lack a test
+    split, or its labels, as many data sets of the hub do."""
+
+
 def find_sources(data: str | None, named: dict[str, str | None]) -> dict[str, str]:
     """The source of each role (train, dev, test): what is `named`, or found in the folder or data set `data`.
 
-    A role that has no source is left out. Raises UserError where `data` is no folder and no data set.
+    A role that has no source is left out. Raises UserError where `data` is no folder and no data set, RunError where
+    the hub does not answer.
     """
     found = {}
     if data and data.startswith("hf:"):
-        found = dict.fromkeys(ROLES, data)
+        found = dict.fromkeys(ROLES, OfData(data))
+        if not named.get("test") and _split_of(_open_hub(data), "test") is None:
+            del found["test"]
     elif data:
         if not Path(data).is_dir():
             raise UserError(
@@ -100,7 +117,7 @@ def read_texts(source: str, role: str, text_columns: Sequence[str] | None, label
         if columns is None:
             columns = [_column(row, ("text", "sentence", "sentence1"), place, "--text-column")]
             columns += ["sentence2"] if columns == ["sentence1"] and "sentence2" in row else []
-        label = label or _column(row, ("label", "labels", "class"), place, "--label-column")
+        label = label or _column(row, LABEL_COLUMNS, place, "--label-column")
         for name, flag in [*((name, "--text-column") for name in columns), (label, "--label-column")]:
             _column(row, (name,), place, flag)
         if row[label] in (None, ""):
@@ -208,21 +225,47 @@ READERS |= dict.fromkeys((".conll", ".txt", ".bio", ".iob"))  # read_conll
 
 def _from_hub(source: str, role: str) -> Iterator[tuple[str, dict]]:
     """The records of one split of `hf:name`, `hf:name,config` or `hf:folder`, class numbers as their names."""
-    import datasets
-
-    name, _, config = source.removeprefix("hf:").partition(",")
-    try:
-        splits = datasets.load_dataset(name, config or None)
-    except (ConnectionError, TimeoutError, OSError) as error:
-        raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
-    except (ValueError, RuntimeError) as error:  # datasets' own errors, such as an unknown config
-        raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
-    split = next((split for split in ROLES[role] if split in splits), None)
+    splits = _open_hub(source)
+    split = _split_of(splits, role)
     if split is None:
         raise UserError(f"{source} has {', '.join(splits)}, but no {role} split: name a file with --{role}")
     names = {column: _class_names(feature) for column, feature in splits[split].features.items()}
     for number, row in enumerate(splits[split]):
         yield f"{source}, {split} row {number}", {name: _named(value, names[name]) for name, value in row.items()}
+
+
+def _open_hub(source: str) -> "datasets.DatasetDict":
+    """All splits of `hf:name`, `hf:name,config` or `hf:folder`."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name, _, config = source.removeprefix("hf:").partition(",")
+    try:
+        return datasets.load_dataset(name, config or None)
+    except (ConnectionError, TimeoutError, OSError) as error:
+        raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
+    except DatasetsError as error:  # what was wrong stands in its later lines, or in its cause
+        text = str(error) if "\n" in str(error) or not error.__cause__ else f"{error}: {error.__cause__}"
+        raise UserError(f"{source} cannot be read: {shorten(text, MOST_OF_AN_ERROR)}") from None
+    except (ValueError, RuntimeError) as error:  # such as an unknown config
+        raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
+
+
+def _split_of(splits: "datasets.DatasetDict", role: str) -> str | None:
+    return next((split for split in ROLES[role] if split in splits), None)
+
+
+def _has_labels(source: str, role: str, columns: Sequence[str]) -> bool:
+    """Is there a label in the first of `columns` that this split has? Test sets of competitions keep theirs back."""
+    splits = _open_hub(source)
+    rows = splits[_split_of(splits, role)]
+    column = next((name for name in columns if name in rows.features), None)
+    if column is None:
+        return False
+    names = _class_names(rows.features[column])
+    values = (_named(value, names) for value in rows[column])
+    labels = (label for value in values for label in (value if isinstance(value, list) else [value]))
+    return any(label not in (None, "", -1) for label in labels)
 
 
 def _class_names(feature: object) -> list[str] | None:
@@ -524,6 +567,9 @@ def load(
         raise UserError(
             f"there is no {missing[0]} data: name a file or hf:NAME with --{missing[0]}, or all with --data"
         )
+    sources = _without_unlabelled_test(
+        sources, TAG_COLUMNS if task == "ner" else [label_column] if label_column else LABEL_COLUMNS
+    )
     if task == "ner":
         examples = {role: read_sentences(source, role) for role, source in sources.items()}
     else:
@@ -541,3 +587,18 @@ def load(
     counts = " + ".join(f"{len(some):,} {role}" for role, some in examples.items())
     facts = f"{counts} examples, {len(names)} labels, {train.lengths.mean():.1f} tokens a row"
     return TaskData(train, sets, names, digest.hexdigest(), facts)
+
+
+def _without_unlabelled_test(sources: dict[str, str], label_columns: Sequence[str]) -> dict[str, str]:
+    """`sources` without the test split of --data hf:NAME where that has no labels. One named with --test stays."""
+    test = sources.get("test")
+    if not isinstance(test, OfData) or not test.startswith("hf:") or _has_labels(test, "test", label_columns):
+        return sources
+    _say_once(f"{test}: its test split has no labels and is left out: --test names another")
+    return {role: source for role, source in sources.items() if role != "test"}
+
+
+def _say_once(text: str) -> None:
+    """A line from rank 0, or from a process that is no rank of a job."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        say(None, text)

@@ -82,6 +82,40 @@ def test_a_datasets_folder_with_class_names_is_read_by_its_splits(tmp_path):
         tasks.read_sentences(f"hf:{tmp_path}", "test")
 
 
+def save_splits(folder, labels):
+    """A folder that `datasets` reads, with the classes `labels` of each split."""
+    import datasets
+
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["no", "yes"]))
+    for split, numbers in labels.items():
+        rows = {"text": ["anna went"] * len(numbers), "label": numbers}
+        datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}.parquet")
+    return f"hf:{folder}"
+
+
+def test_a_data_set_without_a_test_split_is_train_and_dev(tmp_path):
+    source = save_splits(tmp_path, {"train": [0, 1], "validation": [1]})
+    assert tasks.find_sources(source, {"test": None}) == {"train": source, "dev": source}
+
+
+def test_a_test_split_without_labels_is_left_out_with_a_line(tmp_path, tokenizer, capsys):
+    source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [-1, -1]})  # as GLUE has it
+    found = tasks.load("classify", tasks.find_sources(source, {}), tokenizer, 32)
+    assert list(found.held_out) == ["dev"]
+    assert f"{source}: its test split has no labels and is left out" in capsys.readouterr().out
+
+
+def test_a_test_split_with_labels_is_kept(tmp_path, tokenizer):
+    source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [0]})
+    assert list(tasks.load("classify", tasks.find_sources(source, {}), tokenizer, 32).held_out) == ["dev", "test"]
+
+
+def test_a_test_set_without_labels_that_is_named_itself_is_refused(tmp_path, tokenizer):
+    source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [-1, -1]})
+    with pytest.raises(UserError, match="test row 0: the label is missing"):
+        tasks.load("classify", tasks.find_sources(source, {"test": source}), tokenizer, 32)
+
+
 def test_a_folder_gives_the_files_of_each_role_and_named_files_win(tmp_path):
     save_ner(tmp_path, 3, 2, 2)
     found = tasks.find_sources(str(tmp_path), {"test": "other.conll", "dev": None})
@@ -149,6 +183,16 @@ def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # answers at once what else takes 20 s
     with pytest.raises(RunError, match="hf:nobody/nothing") as error:
         tasks.read_sentences("hf:nobody/nothing", "train")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("second", ['a,x\n"b,y\n', "other\nb\n"])
+def test_a_damaged_file_of_a_datasets_folder_is_said_in_one_line(second, tmp_path):
+    write(tmp_path / "train.csv", "text,label\na,x\n")
+    write(tmp_path / "validation.csv", second)
+    with pytest.raises(UserError, match=f"hf:{tmp_path} cannot be read: ") as error:
+        tasks.find_sources(f"hf:{tmp_path}", {})
+    print(error.value)
     assert "\n" not in str(error.value)
 
 
