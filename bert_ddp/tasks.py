@@ -38,6 +38,7 @@ ROLES = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("t
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
 LABEL_COLUMNS = ("label", "labels", "class")
 MOST_OF_AN_ERROR = 400  # characters of what `datasets` says
+KNOWN_WORDS = 200_000  # whose pieces are kept in memory
 ENCODE_AT_ONCE = 2000  # texts; bounds the memory of the tokenizer's intermediate objects
 
 
@@ -454,12 +455,17 @@ def _flat(lists: Sequence) -> np.ndarray:
 
 
 class Pieces:
-    """Words as lists of WordPiece numbers, each different word tokenized once."""
+    """Words as lists of WordPiece numbers; a word that comes again is seldom tokenized again.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer, self.known = tokenizer, {}
+    `most` words are remembered, at about 0.6 kB each: a large file to predict has new words without end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int = KNOWN_WORDS):
+        self.tokenizer, self.most, self.known = tokenizer, most, {}
 
     def of(self, words: Sequence[str]) -> list[list[int]]:
+        if len(self.known) > self.most:
+            self.known.clear()  # the common words are back soon
         new = [word for word in dict.fromkeys(words) if word not in self.known]
         if new:
             found = self.tokenizer(new, add_special_tokens=False, return_attention_mask=False)["input_ids"]

@@ -214,6 +214,13 @@ def test_the_first_piece_of_each_word_has_its_label_and_no_word_is_lost(tokenize
     assert found.rows.counts.sum() == 1 + len(long)
 
 
+def test_memory_of_pieces_is_bounded_and_forgotten_words_are_cut_as_before(tokenizer):
+    pieces, words = tasks.Pieces(tokenizer, most=10), ["anna", *(f"word{number}" for number in range(50)), "anna"]
+    found = [pieces.of([word, "berlin"]) for word in words]
+    assert len(pieces.known) <= 12
+    assert found == [tasks.Pieces(tokenizer).of([word, "berlin"]) for word in words]
+
+
 def test_a_batch_is_padded_to_its_longest_row_only(tokenizer, tmp_path):
     found = tasks.encode_sentences(list(tasks.read_conll(save_conll(tmp_path / "a", 9, 1))), NAMES, tokenizer, 32)
     batch = found.rows.batch(np.array([2, 5, 7]))
