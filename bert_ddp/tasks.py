@@ -495,6 +495,7 @@ class LabelledRows:
     rows: Rows
     gold: list
     sentence_of: np.ndarray | None  # ner: (rows,) a row's sentence
+    cut: int = 0  # classify: texts that are longer than a row
 
     def answers(self, predicted: dict[int, list[int]], names: Sequence[str]) -> list:
         """Predictions by row (numbers of labels) as names in the form of `gold`."""
@@ -533,17 +534,18 @@ def encode_texts(
 ) -> LabelledRows:
     """One row a text or pair, cut to `length` tokens, the longer text of a pair first."""
     number = {name: index for index, name in enumerate(names)}
-    rows, segments = [], []
+    rows, segments, cut = [], [], 0
     for start in range(0, len(texts), ENCODE_AT_ONCE):
         some = texts[start : start + ENCODE_AT_ONCE]
         pairs = [text.pair for text in some] if some[0].pair is not None else None
         found = tokenizer([text.text for text in some], pairs, truncation=True, max_length=length)
         rows += [np.asarray(row, dtype=np.int32) for row in found["input_ids"]]
+        cut += sum(bool(encoding.overflowing) for encoding in found.encodings or ())  # None of a tokenizer in Python
         segments += [np.asarray(row, dtype=np.int32) for row in found["token_type_ids"]] if pairs else []
     labels = [number[text.label] for text in texts]
     empty = [tokenizer.cls_token_id, tokenizer.sep_token_id]
     packed = Rows(rows, labels, segments or None, tokenizer.pad_token_id, empty)
-    return LabelledRows(packed, [text.label for text in texts], None)
+    return LabelledRows(packed, [text.label for text in texts], None, cut)
 
 
 # --- a task's data -----------------------------------------------------------------------------------------------
@@ -586,6 +588,8 @@ def load(
         check_labels(some, names)
         encode = encode_sentences if task == "ner" else encode_texts
         sets[role] = encode(some, names, tokenizer, length)
+    if cut := [f"{some.cut:,} of {len(some.gold):,} {role}" for role, some in sets.items() if some.cut]:
+        _say_once(f"texts cut to {length} tokens: {', '.join(cut)}: a larger --max-length reads more of them")
     train = sets.pop("train").rows
     digest = hashlib.blake2b(" ".join([train.fingerprint(), *names]).encode(), digest_size=8)
     for held_out in sets.values():

@@ -221,6 +221,14 @@ def test_memory_of_pieces_is_bounded_and_forgotten_words_are_cut_as_before(token
     assert found == [tasks.Pieces(tokenizer).of([word, "berlin"]) for word in words]
 
 
+def test_how_many_texts_are_cut_is_said_for_each_set(tokenizer, tmp_path, capsys):
+    for role, lengths in (("train", (6, 7, 9)), ("dev", (6, 6)), ("test", (20, 2))):  # 6 words fit beside two marks
+        write(tmp_path / f"{role}.csv", "\n".join(["text,label", *(f"{'anna ' * n},{n % 2}" for n in lengths)]))
+    tasks.load("classify", tasks.find_sources(str(tmp_path), {}), tokenizer, 8)
+    expected = "texts cut to 8 tokens: 2 of 3 train, 1 of 2 test: a larger --max-length reads more of them\n"
+    assert capsys.readouterr().out == expected
+
+
 def test_a_batch_is_padded_to_its_longest_row_only(tokenizer, tmp_path):
     found = tasks.encode_sentences(list(tasks.read_conll(save_conll(tmp_path / "a", 9, 1))), NAMES, tokenizer, 32)
     batch = found.rows.batch(np.array([2, 5, 7]))
