@@ -41,6 +41,7 @@ from common.version import versions
 
 SAY_EVERY_SECONDS = 4.0
 POLL_SECONDS = 0.03
+SIGN_SECONDS = 1.0
 ANSWER_SECONDS = 4.0  # in which a store that is one answers its first question
 LOCAL_DISK_SECONDS = 6.0  # a file:// that other machines do not see is given up after so long
 LINGER_SECONDS = 4.0  # rank 0 stays so long after a refusal, for nodes that come late to hear it
@@ -56,8 +57,10 @@ class Group:
     views: list[dict]  # by rank
     store: dist.Store
     work_timeout_seconds: float
+    timeout_seconds: float  # of one collective, and of the silence of a rank at work
     address: str  # where rank 0 met the others: tcp://host:port or file:///path
     turns: dict[str, int] = field(default_factory=dict)
+    heard: set[str] = field(default_factory=set)  # turns in which another rank has failed
 
     @contextlib.contextmanager
     def others_wait(self, what: str) -> Iterator[None]:
@@ -98,18 +101,65 @@ class Group:
         than another. A rank that has done its part waits on the store, not in a collective that times out.
 
         The body gets a function to call between long pieces of work: it raises what another rank has announced as
-        failed. Every rank must enter. When one fails, all raise the same.
+        failed. Every rank must enter. When one fails, or gives no sign of life for --timeout, all raise the same.
         """
         turn = self._turn(what)
-        with self._announcing(turn, f"rank {self.worker.rank}"):
+        with self._announcing(turn, f"rank {self.worker.rank}"), self._giving_signs(turn):
             yield lambda: self._raise_failure(turn)
-        self._all_through(turn, what)
+        with self._announcing(turn, f"rank {self.worker.rank} waits"):
+            self._all_through(turn, what, self._silence(turn) if self.worker.is_main else None)
 
-    def _all_through(self, turn: str, what: str) -> None:
+    def _all_through(self, turn: str, what: str, watch: Callable[[], None] | None = None) -> None:
         """Wait until every rank has come here; the last one opens the door, so that each asks for one key only."""
         if self.store.add(f"{turn}/through", 1) == self.worker.world_size:
             self.store.set(f"{turn}/all", "done")
-        self._wait(turn, lambda: self.store.check([f"{turn}/all"]), what)
+
+        def ready() -> bool:
+            if watch:
+                watch()
+            return self.store.check([f"{turn}/all"])
+
+        self._wait(turn, ready, what)
+
+    @contextlib.contextmanager
+    def _giving_signs(self, turn: str) -> Iterator[None]:
+        """Count in the store while the body runs: a collective would notice that a rank has died, a store does not."""
+        over = threading.Event()
+
+        def count() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the body will meet that
+                while not over.wait(SIGN_SECONDS):
+                    self.store.add(f"{turn}/signs/{self.worker.rank}", 1)
+
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _silence(self, turn: str) -> Callable[[], None]:
+        """A function that raises RunError when a rank at work has given no sign for --timeout."""
+        heard = {rank: (0, time.monotonic()) for rank in range(self.worker.world_size)}
+        looked = time.monotonic()
+
+        def watch() -> None:
+            nonlocal looked
+            now = time.monotonic()
+            if now - looked < SIGN_SECONDS:
+                return
+            looked = now
+            for rank, (count, since) in list(heard.items()):
+                if self.store.check([f"{turn}/rank {rank}"]):
+                    del heard[rank]  # it has done its part
+                elif (signs := self.store.add(f"{turn}/signs/{rank}", 0)) != count:
+                    heard[rank] = signs, now
+                elif now - since > self.timeout_seconds:
+                    silence = f"has given no sign of life for {self.timeout_seconds:.0f} s (--timeout)"
+                    raise RunError(f"{_place(self.views[rank])} {silence}: see its log")
+
+        return watch
 
     def agree(self, **fields: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Collective."""
@@ -132,17 +182,20 @@ class Group:
             yield
             self.store.set(f"{turn}/{name}", "done")
         except BaseException as error:
+            if turn in self.heard:  # another rank has announced it
+                raise
             mistake = isinstance(error, UserError) and not isinstance(error, RunError)
             failure = {"error": str(error) or type(error).__name__, "mistake": mistake}
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set(f"{turn}/failed", json.dumps(failure))
-                self._linger(turn)
+                self._linger(turn, self.worker.world_size - 1)
+                self.store.add(f"{turn}/heard", 1)  # the last that this rank asks of the store
             raise
 
-    def _linger(self, turn: str) -> None:
-        """Stay until all others have heard of a failure, for a while: the store may end with this process."""
+    def _linger(self, turn: str, ranks: int) -> None:
+        """Stay for a while, until so many ranks have heard of a failure: the store may end with this process."""
         deadline = time.monotonic() + LINGER_SECONDS
-        while self.store.add(f"{turn}/heard", 0) < self.worker.world_size - 1 and time.monotonic() < deadline:
+        while self.store.add(f"{turn}/heard", 0) < ranks and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
     def _wait(self, turn: str, ready: Callable[[], bool], what: str) -> None:
@@ -154,9 +207,10 @@ class Group:
         """Raise what another rank has announced as failed, where one has."""
         if self.store.check([f"{turn}/failed"]):
             failure = json.loads(self.store.get(f"{turn}/failed"))
+            self.heard.add(turn)
             self.store.add(f"{turn}/heard", 1)
-            if self.worker.is_main:  # its process may hold the store
-                self._linger(turn)
+            if self.worker.is_main:  # its process may hold the store, which the rank that failed asks as well
+                self._linger(turn, self.worker.world_size)
             kind = UserError if failure["mistake"] else RunError
             raise kind(failure["error"], same_on_every_rank=True)
 
@@ -204,7 +258,9 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
     device, backend, problem = prepare(worker, args)
     joined = join(worker, args, device, backend, problem)
     connect(worker, args, device, backend, joined)
-    yield Group(worker, device, backend, joined.views, joined.store, args.work_timeout, _address(worker, joined))
+    yield Group(
+        worker, device, backend, joined.views, joined.store, args.work_timeout, args.timeout, _address(worker, joined)
+    )
     _leave(worker, joined.store)
 
 

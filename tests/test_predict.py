@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 
 import pytest
@@ -144,6 +145,8 @@ def test_a_folder_for_parts_that_one_node_cannot_make_is_one_line_on_every_node(
 
 
 TRAINER = """
+import os
+import signal
 import time
 from common import cli, launch
 from common.errors import UserError
@@ -187,6 +190,13 @@ FAILING = """
 """
 
 
+DYING = """
+        with group.each_at_its_own_pace("the others"):
+            if worker.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def play_body(body, folder, *flags):
     """Three nodes of one rank with `body` as their training."""
     (folder / "trainer.py").write_text(TRAINER + body)
@@ -206,6 +216,12 @@ def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
 def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_path):
     for result in play_body(FAILING, tmp_path):
         assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
+
+
+def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(tmp_path):
+    for number, result in enumerate(play_body(DYING, tmp_path, "--timeout", 3)):
+        said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 3 s \(--timeout\)", result.output)
+        assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
 BAD = [
