@@ -50,7 +50,13 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
     )
     group.add_argument("--timeout", type=positive_float, default=600.0, metavar="S", help="limit of one collective")
-    group.add_argument("--work-timeout", type=positive_float, default=7200.0, metavar="S", help="limit of a download")
+    group.add_argument(
+        "--work-timeout",
+        type=positive_float,
+        default=7200.0,
+        metavar="S",
+        help="limit of one rank's own work, such as a download, that the others wait for",
+    )
     group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto takes GPUs if there are")
     group.add_argument(
         "--backend",
