@@ -103,7 +103,7 @@ def train(worker: Worker, args: Namespace) -> None:
             net = pretrained.open_model(source, args.task, config, new_heads=True)
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         replace_dropout(net)
-        net = net.to(device, precision.dtype)
+        net = net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         schedule = warm_up_then_decay(round(args.warmup * schedule_steps), schedule_steps)
@@ -111,11 +111,11 @@ def train(worker: Worker, args: Namespace) -> None:
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only the run that it is of.
-        identity = {"data": data.fingerprint, "task": args.task, "seed": args.seed}
-        identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
-        identity |= cli.values(args, "lr", "weight_decay", "clip_norm", "warmup", "dropout")
+        identity = {"data": data.fingerprint, "task": args.task}
+        recipe = {"global_batch": plan.global_batch, **cli.values(args, "seed", "epochs", "lr", "weight_decay")}
+        recipe |= {**cli.values(args, "clip_norm", "warmup"), "dropout": net.config.hidden_dropout_prob}
         folder = report.open_folder(group, args, f"bert-{args.task}")
-        step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
+        step = checkpoint.resume(group, args, folder, net, identity, recipe, **parts)  # optimizer steps done
         model = ddp.wrap(torch.compile(net, dynamic=True) if args.compile else net, device)
         settling = rows.batch([]).to(device)  # one stand-in row
         ddp.settle_buckets(model, model(**settling.inputs()).logits.sum())
@@ -136,7 +136,7 @@ def train(worker: Worker, args: Namespace) -> None:
         def save(into: str, keep: int, **numbers: float) -> None:
             with progress.pause(), group.others_wait(f"rank 0 saving step {step}"):
                 if worker.is_main:
-                    state = {**identity, "layout": worker.layout.source, "shares": plan.shares, **numbers}
+                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}
                     extra = pretrained.files_of(net, tokenizer)
                     checkpoint.save(folder / into, step, net, state, keep, extra, **(parts if into != "best" else {}))
 

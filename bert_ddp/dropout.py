@@ -33,7 +33,7 @@ def replace_dropout(net: nn.Module) -> None:
     for module in net.modules():
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
-                setattr(module, name, Dropout(child.p))
+                setattr(module, name, Dropout(child.p).train(child.training))
 
 
 def attention(

@@ -27,7 +27,7 @@ from common.errors import RunError, UserError
 from common.process_group import Group
 from common.report import say
 
-CHUNKS_A_ROUND = 64  # sent between two barriers, so that no rank waits longer than one collective may
+CHUNKS_A_ROUND = 64  # sent between two waits for rank 0, which writes them
 SAY_EVERY_SECONDS = 10.0
 
 
@@ -162,39 +162,58 @@ class Parts:
             if self.group.worker.is_main:
                 output.parent.mkdir(parents=True, exist_ok=True)
                 file = aside.open("wb")
-        with file or contextlib.nullcontext():
+        try:
             for start in range(0, self.chunks, CHUNKS_A_ROUND):
-                with _writing(output):
-                    for number in range(start, min(start + CHUNKS_A_ROUND, self.chunks)):
+                problem = None
+                for number in range(start, min(start + CHUNKS_A_ROUND, self.chunks)):
+                    try:
                         data = self._bring(number, owners[number])
-                        if file:
+                        if file and not problem:
                             file.write(data)
-                dist.barrier()
+                    except (OSError, RunError) as error:
+                        problem = problem or error  # said after this round: the other ranks are sending it
+                with self.group.others_wait("rank 0, which writes --output"), _writing(output):
+                    if problem:
+                        raise problem
             # a disk may take minutes for what the system has buffered
             with self.group.others_wait("rank 0, which completes --output"), _writing(output):
                 if file:
                     file.flush()
                     os.fsync(file.fileno())
                     aside.replace(output)
+        finally:
+            if file:
+                with contextlib.suppress(OSError):  # of a full disk, which has been said
+                    file.close()
+                aside.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)  # of a shared folder several ranks clear the same
         return sum(owner > 0 for owner in owners.values())
 
-    def _bring(self, number: int, owner: int) -> bytes | None:
-        """The bytes of a chunk on rank 0, from its own file system or from `owner`."""
+    def _bring(self, number: int, owner: int) -> bytes:
+        """The bytes of a chunk on rank 0, from its own file system or from `owner`; on other ranks nothing of use.
+
+        Raises RunError on rank 0 where the owner cannot read them.
+        """
         rank, device = self.group.worker.rank, self.group.device
-        if rank == 0 and owner == 0:
-            return self._path(number).read_bytes()
+        data = b""
         if rank == owner:
-            data = torch.frombuffer(bytearray(self._path(number).read_bytes()), dtype=torch.uint8).to(device)
+            with contextlib.suppress(OSError):
+                data = self._path(number).read_bytes()
+        if rank == owner != 0:
             dist.send(torch.tensor([len(data)], device=device), dst=0)
-            dist.send(data, dst=0)
-        elif rank == 0:
+            if data:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), dst=0)
+        elif rank == 0 != owner:
             size = torch.zeros(1, dtype=torch.int64, device=device)
             dist.recv(size, src=owner)
-            data = torch.empty(int(size), dtype=torch.uint8, device=device)
-            dist.recv(data, src=owner)
-            return data.cpu().numpy().tobytes()
-        return None
+            if size:
+                received = torch.empty(int(size), dtype=torch.uint8, device=device)
+                dist.recv(received, src=owner)
+                data = received.cpu().numpy().tobytes()
+        if rank == 0 and not data:
+            host = self.group.views[owner]["host"]
+            raise RunError(f"{self._path(number)} on {host} cannot be read: remove it there, and start again")
+        return data
 
 
 @contextlib.contextmanager

@@ -62,13 +62,17 @@ class Checkpoint:
         for name, part in parts.items():
             _fill(part, saved[name])
 
-    def require(self, **fields: Any) -> None:
-        """Raise UserError unless the checkpoint was written with these values, such as `dataset="mnist"`."""
+    def require(self, fields: dict[str, Any], prefix: str = "") -> None:
+        """Raise UserError unless the checkpoint was written with these values, as far as it has noted them.
+
+        `prefix` is "--" where their names are flags.
+        """
         for name, here in fields.items():
-            there = self.state.get(name)
+            there = self.state.get(name, here)
             if there != here:
+                label = prefix + name.replace("_", "-")
                 raise UserError(
-                    f"--resume {self.path}: it was written with {name} {there}, but this run has {here}: "
+                    f"--resume {self.path}: it was written with {label} {there}, but this run has {here}: "
                     "resume with the same, or start anew with another --out-dir",
                     same_on_every_rank=True,
                 )
@@ -135,12 +139,14 @@ def resume(
     folder: Path | None,
     model: torch.nn.Module,
     identity: dict[str, Any],
+    recipe: dict[str, Any],
     **parts: Any,
 ) -> int:
     """Bring every rank to the checkpoint that `--resume` asks for. Returns the optimizer steps done; 0 for none.
 
-    Rank 0 reads, checks that the checkpoint is of this run (`identity`) and sends everything to the other ranks,
-    so the nodes need no shared disk. Collective; raises UserError on every rank.
+    Rank 0 reads, checks that the checkpoint is of the same data (`identity`) and goes on with the same flags
+    (`recipe`, which an evaluation alone does not need), and sends everything to the other ranks, so the nodes need no
+    shared disk. Collective; raises UserError on every rank.
     """
     if args.resume is None:
         return 0
@@ -149,7 +155,9 @@ def resume(
         if group.worker.is_main:
             found = _find_wanted(args.resume, folder, lambda text: say(group.worker, text))
             if found:
-                found.require(**identity)
+                found.require(identity)
+                if not args.eval_only:
+                    found.require(recipe, prefix="--")
                 found.load_model(model)
                 found.load_training(**parts)
                 if not args.eval_only:
@@ -211,7 +219,7 @@ def find(path: Path, complain: Callable[[str], None] = print) -> Checkpoint | No
     all. Raises UserError where all are damaged, or the one that was named.
     """
     if (path / STATE).exists() or path.name.startswith("step-"):
-        checkpoint, damage = _check(path)
+        checkpoint, damage = _check(path.resolve())  # `latest` is a link
         if damage:
             raise UserError(f"--resume {path}: {damage}: name another checkpoint", same_on_every_rank=True)
         return checkpoint

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +60,8 @@ class Group:
     timeout_seconds: float  # of one collective, and of the silence of a rank at work
     address: str  # where rank 0 met the others: tcp://host:port or file:///path
     turns: dict[str, int] = field(default_factory=dict)
-    heard: set[str] = field(default_factory=set)  # turns in which another rank has failed
+    failures: dict[str, dict] = field(default_factory=dict)  # by turn, of this rank or heard of
+    hearing: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
     def others_wait(self, what: str) -> Iterator[None]:
@@ -104,10 +105,13 @@ class Group:
         failed. Every rank must enter. When one fails, or gives no sign of life for --timeout, all raise the same.
         """
         turn = self._turn(what)
-        with self._announcing(turn, f"rank {self.worker.rank}"), self._giving_signs(turn):
-            yield lambda: self._raise_failure(turn)
-        with self._announcing(turn, f"rank {self.worker.rank} waits"):
-            self._all_through(turn, what, self._silence(turn) if self.worker.is_main else None)
+        watched = range(self.worker.world_size) if self.worker.is_main else [0]
+        with self._giving_signs(turn):
+            with self._announcing(turn, f"rank {self.worker.rank}"):
+                yield lambda: self._raise_failure(turn)
+                self._raise_failure(turn)
+            with self._announcing(turn, f"rank {self.worker.rank} waits"):
+                self._all_through(turn, what, self._silence(turn, watched))
 
     def _all_through(self, turn: str, what: str, watch: Callable[[], None] | None = None) -> None:
         """Wait until every rank has come here; the last one opens the door, so that each asks for one key only."""
@@ -123,15 +127,18 @@ class Group:
 
     @contextlib.contextmanager
     def _giving_signs(self, turn: str) -> Iterator[None]:
-        """Count in the store while the body runs: a collective would notice that a rank has died, a store does not."""
+        """Beside the body, count in the store: a collective would notice that a rank has died, a store does not. And
+        hear of failures, for rank 0 leaves soon after one, with the store, while the body may still be at work."""
         over = threading.Event()
 
-        def count() -> None:
+        def give_signs() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone: the body will meet that
                 while not over.wait(SIGN_SECONDS):
-                    self.store.add(f"{turn}/signs/{self.worker.rank}", 1)
+                    with limit(self.timeout_seconds, self.worker, "a question to the store (--timeout)"):
+                        self.store.add(f"{turn}/signs/{self.worker.rank}", 1)
+                        self._hear(turn)
 
-        thread = threading.Thread(target=count, daemon=True)
+        thread = threading.Thread(target=give_signs, daemon=True)
         thread.start()
         try:
             yield
@@ -139,9 +146,9 @@ class Group:
             over.set()
             thread.join()
 
-    def _silence(self, turn: str) -> Callable[[], None]:
-        """A function that raises RunError when a rank at work has given no sign for --timeout."""
-        heard = {rank: (0, time.monotonic()) for rank in range(self.worker.world_size)}
+    def _silence(self, turn: str, watched: Iterable[int]) -> Callable[[], None]:
+        """A function that raises RunError when one of these ranks has given no sign for --timeout."""
+        last = {rank: (0, time.monotonic()) for rank in watched}
         looked = time.monotonic()
 
         def watch() -> None:
@@ -150,11 +157,9 @@ class Group:
             if now - looked < SIGN_SECONDS:
                 return
             looked = now
-            for rank, (count, since) in list(heard.items()):
-                if self.store.check([f"{turn}/rank {rank}"]):
-                    del heard[rank]  # it has done its part
-                elif (signs := self.store.add(f"{turn}/signs/{rank}", 0)) != count:
-                    heard[rank] = signs, now
+            for rank, (count, since) in last.items():
+                if (signs := self.store.add(f"{turn}/signs/{rank}", 0)) != count:
+                    last[rank] = signs, now
                 elif now - since > self.timeout_seconds:
                     silence = f"has given no sign of life for {self.timeout_seconds:.0f} s (--timeout)"
                     raise RunError(f"{_place(self.views[rank])} {silence}: see its log")
@@ -182,10 +187,12 @@ class Group:
             yield
             self.store.set(f"{turn}/{name}", "done")
         except BaseException as error:
-            if turn in self.heard:  # another rank has announced it
-                raise
             mistake = isinstance(error, UserError) and not isinstance(error, RunError)
             failure = {"error": str(error) or type(error).__name__, "mistake": mistake}
+            with self.hearing:
+                if turn in self.failures:  # another rank has announced it
+                    raise
+                self.failures[turn] = failure
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set(f"{turn}/failed", json.dumps(failure))
                 self._linger(turn, self.worker.world_size - 1)
@@ -203,12 +210,17 @@ class Group:
         with limit(self.work_timeout_seconds + LINGER_SECONDS, self.worker, f"the wait for {what} (--work-timeout)"):
             self._poll(turn, ready, what)
 
+    def _hear(self, turn: str) -> dict | None:
+        """The failure in this turn that is known, of this rank or another; the store counts who has heard of it."""
+        with self.hearing:
+            if turn not in self.failures and self.store.check([f"{turn}/failed"]):
+                self.failures[turn] = json.loads(self.store.get(f"{turn}/failed"))
+                self.store.add(f"{turn}/heard", 1)
+            return self.failures.get(turn)
+
     def _raise_failure(self, turn: str) -> None:
         """Raise what another rank has announced as failed, where one has."""
-        if self.store.check([f"{turn}/failed"]):
-            failure = json.loads(self.store.get(f"{turn}/failed"))
-            self.heard.add(turn)
-            self.store.add(f"{turn}/heard", 1)
+        if failure := self._hear(turn):
             if self.worker.is_main:  # its process may hold the store, which the rank that failed asks as well
                 self._linger(turn, self.worker.world_size)
             kind = UserError if failure["mistake"] else RunError

@@ -147,32 +147,37 @@ class Report:
         """Open the files of this run and write the header. `facts` are further lines of it, such as the data."""
         self.first_step = self.last_step = first_step
         self.total_steps = total_steps
-        if self.worker.is_main:
-            self.folder = folder
-            try:
-                self._drop_rows_after(first_step)
-                self.metrics = (folder / "metrics.jsonl").open("a")
-                self._write_run_json(facts)
-            except OSError as error:
-                raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-            if self.args.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
-            self._header(facts)
-            if sys.stderr.isatty():
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1)
+        with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
+            if self.worker.is_main:
+                self._open_files(folder, facts)
         self._remember_earlier_starts()
         self.began = self.flushed = self.spoke = time.perf_counter()
+
+    def _open_files(self, folder: Path, facts: Mapping[str, object]) -> None:
+        self.folder = folder
+        try:
+            self._drop_rows_after(self.first_step)
+            self.metrics = (folder / "metrics.jsonl").open("a")
+            self._write_run_json(facts)
+        except OSError as error:
+            raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
+        if self.args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=self.first_step + 1)
+        self._header(facts)
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            steps = {"total": self.total_steps, "initial": self.first_step, "unit": "step"}
+            self.bar = tqdm(**steps, dynamic_ncols=True, smoothing=0.1)
 
     def _remember_earlier_starts(self) -> None:
         """What a resumed run knew at its checkpoint: the last evaluation and the seconds trained. Collective."""
         import torch.distributed as dist
 
         known: list[Any] = [0.0, {}]
-        if self.worker.is_main:
+        if self.worker.is_main:  # the rows are whole: `_drop_rows_after` has just read them
             evals = [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "eval"]
             if evals:
                 about = ("kind", "step", "epoch", "count", "training_seconds")

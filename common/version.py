@@ -12,12 +12,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Twelve hex digits of the sources here and beside the trainer: the same on two nodes that run the same code."""
+    """Twelve hex digits of the sources in common/ and of what the trainer has imported from its own folder: the same
+    on two nodes that run the same code."""
     digest = hashlib.blake2b(digest_size=6)
-    for folder in (ROOT / "common", Path(sys.argv[0]).resolve().parent):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    own = Path(sys.argv[0]).resolve().parent
+    loaded = (Path(module.__file__).resolve() for module in list(sys.modules.values()) if _has_source(module))
+    for path in sorted({*(ROOT / "common").glob("*.py"), *(path for path in loaded if path.parent == own)}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _has_source(module: object) -> bool:
+    return (getattr(module, "__file__", None) or "").endswith(".py")
 
 
 def versions() -> dict[str, str]:

@@ -84,11 +84,11 @@ def train(worker: Worker, args: Namespace) -> None:
         parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only the run that it is of: --resume with another value is refused.
-        identity = {"data": f"{args.dataset} {fingerprint}", "seed": args.seed}
-        identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
-        identity |= cli.values(args, "lr", "weight_decay", "clip_norm", "label_smoothing")
+        identity = {"data": f"{args.dataset} {fingerprint}"}
+        recipe = {"global_batch": plan.global_batch, **cli.values(args, "seed", "epochs", "lr", "weight_decay")}
+        recipe |= cli.values(args, "clip_norm", "label_smoothing")
         folder = report.open_folder(group, args, "mnist")
-        step = checkpoint.resume(group, args, folder, net, identity, **parts)  # optimizer steps done so far
+        step = checkpoint.resume(group, args, folder, net, identity, recipe, **parts)  # optimizer steps done
         model = ddp.wrap(net, device, args.compile)
         # A backward of no rows, so that the first step adds up gradients in the order that all later ones do.
         ddp.settle_buckets(model, model(train_set.__getitems__([]).to(device).images).sum())
@@ -101,7 +101,7 @@ def train(worker: Worker, args: Namespace) -> None:
         def save() -> None:
             with progress.pause(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
-                    state = {**identity, "layout": worker.layout.source, "shares": plan.shares}
+                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, **parts)
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)

@@ -96,13 +96,27 @@ def test_a_resumed_run_must_have_the_same_recipe(ner, reference, tmp_path):
         FINETUNE, nodes_of((1,), tmp_path, *ner, *EXACT, "--warmup", 0.9, "--resume", reference), tmp_path
     ).results()
     assert node.code == 2
-    assert "written with warmup 0.1, but this run has 0.9" in node.output
+    assert "written with --warmup 0.1, but this run has 0.9" in node.output
 
 
 def test_with_dropout_the_same_layout_gives_the_same_bits(ner, tmp_path):
     for name in ("first", "second"):
         play(FINETUNE, (2,), tmp_path / name, *ner, *FLAGS, "--max-steps", 4)
     assert losses(tmp_path / "first") == losses(tmp_path / "second")
+
+
+def test_with_dropout_a_run_resumed_on_the_same_layout_gives_the_same_bits(ner, tmp_path):
+    play(FINETUNE, (2,), tmp_path / "whole", *ner, *FLAGS)
+    play(FINETUNE, (2,), tmp_path / "parts", *ner, *FLAGS, "--max-steps", 3)
+    play(FINETUNE, (2,), tmp_path / "parts", *ner, *FLAGS, "--resume")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_the_first_step_has_dropout_already(ner, tmp_path):
+    for dropout in (0, 0.5):
+        flags = (*ner, *FLAGS, "--dropout", dropout, "--max-steps", 1)
+        play(FINETUNE, (1,), tmp_path / str(dropout), *flags)
+    assert losses(tmp_path / "0") != losses(tmp_path / "0.5")
 
 
 def test_the_best_weights_are_those_of_the_best_evaluation_and_transformers_reads_them(ner, tmp_path):

@@ -84,10 +84,10 @@ def refusal(tmp_path, *flags) -> str:
 
 
 @pytest.mark.parametrize("flags, message", [
-    (("--dataset", "digits", "--global-batch", 100), "written with global_batch 110, but this run has 100"),
-    (("--dataset", "digits", "--global-batch", 110, "--seed", 1), "written with seed 0, but this run has 1"),
-    (("--dataset", "digits", "--global-batch", 110, "--epochs", 4), "written with epochs 8, but this run has 4"),
-    (("--dataset", "digits", "--global-batch", 110, "--clip-norm", 1), "with clip_norm inf, but this run has 1.0"),
+    (("--dataset", "digits", "--global-batch", 100), "written with --global-batch 110, but this run has 100"),
+    (("--dataset", "digits", "--global-batch", 110, "--seed", 1), "written with --seed 0, but this run has 1"),
+    (("--dataset", "digits", "--global-batch", 110, "--epochs", 4), "written with --epochs 8, but this run has 4"),
+    (("--dataset", "digits", "--global-batch", 110, "--clip-norm", 1), "with --clip-norm inf, but this run has 1.0"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(flags, message, uninterrupted, tmp_path):
     output = refusal(tmp_path, "--epochs", 8, *flags, "--resume", uninterrupted)
@@ -125,3 +125,24 @@ def test_a_line_of_the_metrics_that_is_no_row_is_named_and_one_cut_off_at_the_en
     file.write_text('{"kind": "tra\n{"kind": "train", "step": 1}\n')
     with pytest.raises(UserError, match="line 1 is not JSON"):
         read_metrics(file)
+
+
+def test_resuming_from_latest_by_its_path_keeps_latest_a_link_to_a_step(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", latest)
+    assert latest.resolve().name == f"step-{STEPS:08d}"
+
+
+def test_an_evaluation_needs_no_recipe(uninterrupted, tmp_path):
+    (node,) = play(MNIST, (1,), tmp_path, "--dataset", "digits", "--resume", uninterrupted, "--eval-only")
+    assert "accuracy" in node.output
+
+
+def test_metrics_that_cannot_be_read_are_named_on_every_node(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write("no row\n")
+    nodes = playing(MNIST, nodes_of((1, 1), tmp_path / "run", *FLAGS, "--resume"), tmp_path).results()
+    for node in nodes:
+        assert node.code == 2 and "is not JSON: mend that line" in node.output, node.output

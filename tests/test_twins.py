@@ -12,7 +12,7 @@ SAME = """
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         torch.manual_seed(derive_seed(args.seed, "weights"))
-        identity |= {"global_batch": plan.global_batch, "epochs": args.epochs}
+        recipe = {"global_batch": plan.global_batch, **cli.values(args, "seed", "epochs", "lr", "weight_decay")}
         model = ddp.wrap(net, device, args.compile)
         progress = report.Report(group, args, plan, model.timer)
             with progress.pause(), group.others_wait(f"rank 0, which saves step {step}"):
