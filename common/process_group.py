@@ -663,7 +663,9 @@ class _Presider:
 
     def _admit(self, view: dict) -> None:
         mine = self.join.view
-        problem = view["problem"] and f"{_place(view)}: {view['problem']}"
+        # rank 0's own problem before another's, so that it does not matter who comes first
+        troubled = next((one for one in (mine, view) if one["problem"]), None)
+        problem = troubled and f"{_place(troubled)}: {troubled['problem']}"
         problem = problem or _difference(mine, view, ("versions", "layout", "backend", "flags"))
         if not problem and view["rank"] in self.alive:
             problem = _claimed_twice(self.alive[view["rank"]], view)
