@@ -16,14 +16,13 @@ def code_fingerprint() -> str:
     on two nodes that run the same code."""
     digest = hashlib.blake2b(digest_size=6)
     own = Path(sys.argv[0]).resolve().parent
-    loaded = (Path(module.__file__).resolve() for module in list(sys.modules.values()) if _has_source(module))
-    for path in sorted({*(ROOT / "common").glob("*.py"), *(path for path in loaded if path.parent == own)}):
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    loaded = {Path(file).resolve() for file in files if file.endswith(".py")}
+    # not all that says that it is a file is one: torch makes modules up
+    beside = {path for path in loaded if path.parent == own and path.is_file()}
+    for path in sorted(beside.union((ROOT / "common").glob("*.py")), key=lambda path: (path.parent == own, path.name)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def _has_source(module: object) -> bool:
-    return (getattr(module, "__file__", None) or "").endswith(".py")
 
 
 def versions() -> dict[str, str]:
