@@ -8,7 +8,10 @@ Here one draw of 64 bits decides on four elements, so a probability is rounded t
 import torch
 from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
+NAME = "sdpa_with_cheap_dropout"  # of `attention` below among transformers' attention functions
 LEVELS = 2**16  # of the 16 bits that decide on one element
 
 
@@ -36,12 +39,31 @@ def replace_dropout(net: nn.Module) -> None:
                 setattr(module, name, Dropout(child.p).train(child.training))
 
 
+def use_own_attention(net: PreTrainedModel) -> None:
+    """Let a model of transformers compute `attention` below; it is saved and loaded as any other."""
+    AttentionInterface.register(NAME, _as_transformers_calls_it)
+    AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
+    net.set_attn_implementation(NAME)
+
+
+def _as_transformers_calls_it(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    return attention(query, key, value, attention_mask, dropout).transpose(1, 2), None  # (B, P, heads, D)
+
+
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, probability: float
 ) -> torch.Tensor:
     """softmax(query key^T / sqrt(D)) value, with dropout on the softmax; (B, heads, P, D).
 
-    query (B, heads, P, D); key and value (B, heads, L, D); mask (B, 1, 1, L), False where nothing is to be seen.
+    query (B, heads, P, D); key and value (B, heads, L, D); mask (B, 1, 1 or P, L), False where nothing is to be seen.
     """
     if not probability or query.device.type != "cpu" or torch.compiler.is_compiling():
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=probability)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch.nn.functional import dropout, softmax
+from transformers import BertForTokenClassification
 
-from bert_ddp.dropout import Dropout, attention, drop, replace_dropout
+from bert_ddp.dropout import NAME, Dropout, attention, drop, replace_dropout, use_own_attention
+from tests.small_bert import save_model
 
 
 def ones(count, **options):
@@ -58,6 +60,18 @@ def test_attention_drops_from_the_softmax_and_sees_nothing_masked(masked):
     seen = full > 0
     assert 0.6 < kept[seen].double().mean() < 0.9
     assert torch.allclose(attention(query, key, identity, mask, 0.0), full)
+
+
+def test_a_model_of_transformers_computes_the_same_with_it_and_is_saved_without_it(tmp_path):
+    net = BertForTokenClassification.from_pretrained(save_model(tmp_path / "model")).eval()
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    before = net(ids, attention_mask=mask).logits
+    use_own_attention(net)
+    assert torch.allclose(net(ids, attention_mask=mask).logits, before, atol=1e-6)
+    torch.manual_seed(0)
+    assert not torch.allclose(net.train()(ids, attention_mask=mask).logits, before, atol=1e-3)
+    net.save_pretrained(tmp_path / "saved")
+    assert NAME not in (tmp_path / "saved" / "config.json").read_text()
 
 
 def test_every_dropout_of_a_model_is_replaced_and_silent_in_evaluation():
