@@ -12,6 +12,7 @@ and the scores do not depend on the layout. The best weights by dev F1 or accura
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
@@ -141,6 +142,12 @@ def train(worker: Worker, args: Namespace) -> None:
                     extra = pretrained.files_of(net, tokenizer)
                     checkpoint.save(folder / into, step, net, state, keep, extra, **(parts if into != "best" else {}))
 
+        # Where a further pass is dear and every token has a label, rows are packed without padding into one.
+        packs = rows.per_token and device.type == "cpu" and not args.compile
+
+        def cut(part: tasks.Part) -> Iterator[tuple[tasks.Batch, bool]]:
+            return part.packed_passes(args.micro_batch) if packs else part.passes(args.micro_batch, pass_tokens)
+
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         progress.open(folder, step, total_steps, task=f"{args.task} from {source}", data=data.facts)
         while step < total_steps:
@@ -150,7 +157,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = sampler.global_count(step)  # labelled tokens or rows, on all ranks
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)
-                for micro, is_last in part.passes(args.micro_batch, pass_tokens):
+                for micro, is_last in cut(part):
                     micro = micro.to(device)
                     with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
                         with precision.autocast():

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from bert_ddp.packing import Packing
 from bert_ddp.token_batches import cut_passes
 from common.errors import RunError, UserError
 from common.report import say
@@ -348,14 +349,18 @@ class Batch:
     mask: torch.Tensor | None  # (B, S): 1 for a token, 0 for padding
     labels: torch.Tensor  # ner: (B, S), IGNORE where there is none; classify: (B,)
     rows: torch.Tensor  # (B,): which rows of the data set these are; -1 for the stand-in of an empty part
+    positions: torch.Tensor | None = None  # (1, T) of each token in its row, where T tokens are packed; then B is 1
+    packing: Packing | None = None  # on CPUs only
 
     def to(self, device: torch.device) -> "Batch":
-        tensors = (self.tokens, self.segments, self.mask, self.labels, self.rows)
-        return Batch(*(None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors))
+        tensors = (self.tokens, self.segments, self.mask, self.labels, self.rows, self.positions)
+        moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
+        return Batch(*moved, self.packing)
 
-    def inputs(self) -> dict[str, torch.Tensor | None]:
+    def inputs(self) -> dict[str, object]:
         """What `transformers` calls these tensors."""
-        return {"input_ids": self.tokens, "attention_mask": self.mask, "token_type_ids": self.segments}
+        named = {"input_ids": self.tokens, "attention_mask": self.mask, "token_type_ids": self.segments}
+        return named if self.packing is None else {**named, "position_ids": self.positions, "packing": self.packing}
 
 
 class Rows(Dataset):
@@ -404,6 +409,21 @@ class Rows(Dataset):
             rows=torch.from_numpy(indices),
         )
 
+    def packed(self, indices: np.ndarray) -> Batch:
+        """These rows of falling lengths as one row of all their tokens; each token has a label."""
+        lengths = self.lengths[indices]
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        where = np.repeat(self.starts[indices], lengths) + positions
+        return Batch(
+            tokens=self._tensor(self.tokens[where])[None],
+            segments=None if self.segments is None else self._tensor(self.segments[where])[None],
+            mask=None,
+            labels=self._tensor(self.labels[where])[None],
+            rows=torch.from_numpy(indices),
+            positions=self._tensor(positions)[None],
+            packing=Packing.of(lengths),
+        )
+
     def _padded(self, flat: np.ndarray, where: np.ndarray, mask: np.ndarray, value: int) -> torch.Tensor:
         result = np.full(mask.shape, value, dtype=np.int64)
         result[mask] = flat[where]
@@ -435,6 +455,16 @@ class Part:
         cuts = cut_passes(np.sort(lengths)[::-1], micro_batch, pass_tokens)
         for begin, end in pairwise(cuts):
             yield self.rows.batch(by_length[begin:end]), end == cuts[-1]
+
+    def packed_passes(self, micro_batch: int | None) -> Iterator[tuple[Batch, bool]]:
+        """As `passes`, without padding: for rows whose every token has a label."""
+        if len(self.indices) == 0:
+            yield from self.passes(micro_batch, 0)
+            return
+        by_length = self.indices[np.argsort(-self.rows.lengths[self.indices], kind="stable")]
+        most = micro_batch or len(by_length)
+        for begin in range(0, len(by_length), most):
+            yield self.rows.packed(by_length[begin : begin + most]), begin + most >= len(by_length)
 
 
 def of_labelled(values: list[int] | int, labels: list[int] | int) -> list[int]:

@@ -1,0 +1,82 @@
+"""Rows packed one after the other, without padding, give what they give in a padded batch."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import BertForTokenClassification
+
+from bert_ddp.dropout import replace_dropout, use_own_attention
+from bert_ddp.packing import Packing
+from bert_ddp.tasks import IGNORE, Rows
+from tests.small_bert import save_model
+
+LENGTHS = [3, 17, 9, 9, 17, 4, 1, 16, 12]
+
+
+@pytest.fixture(scope="module")
+def net(tmp_path_factory):
+    net = BertForTokenClassification.from_pretrained(save_model(tmp_path_factory.mktemp("model")), num_labels=4)
+    replace_dropout(net)
+    use_own_attention(net)
+    return net.double()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one-text", "pairs"])
+def rows(request):
+    draw = np.random.default_rng(0)
+    tokens = [draw.integers(5, 50, length).tolist() for length in LENGTHS]
+    labels = [draw.integers(0, 4, length).tolist() for length in LENGTHS]
+    labels[1][3] = IGNORE
+    segments = [[0] * 1 + [1] * (length - 1) for length in LENGTHS] if request.param else None
+    return Rows(tokens, labels, segments, 0, [2, 3])
+
+
+def gradients(net, passes):
+    """Summed loss and all gradients of some passes."""
+    net.zero_grad()
+    total = 0.0
+    for batch, _ in passes:
+        logits = net(**batch.inputs()).logits
+        loss = cross_entropy(logits.flatten(0, -2), batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        loss.backward()
+        total += loss.item()
+    return total, [parameter.grad.clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_loss_and_gradients_are_those_of_padded_rows(micro_batch, net, rows):
+    net.eval()  # without dropout
+    part = rows.__getitems__(range(len(LENGTHS)))
+    loss, found = gradients(net, part.packed_passes(micro_batch))
+    expected_loss, expected = gradients(net, ((rows.batch(np.array([row])), True) for row in range(len(LENGTHS))))
+    assert loss == pytest.approx(expected_loss, abs=1e-10)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_every_row_is_in_one_pass_and_the_last_is_marked(rows):
+    passes = list(rows.__getitems__(range(len(LENGTHS))).packed_passes(4))
+    assert sorted(row for batch, _ in passes for row in batch.rows.tolist()) == list(range(len(LENGTHS)))
+    assert [is_last for _, is_last in passes] == [False, False, True]
+    assert sum(batch.tokens.numel() for batch, _ in passes) == sum(LENGTHS)
+
+
+def test_an_empty_part_is_the_stand_in(rows):
+    ((batch, is_last),) = rows.__getitems__([]).packed_passes(None)
+    assert is_last and batch.packing is None and batch.labels.eq(IGNORE).all()
+
+
+def test_groups_hold_every_token_once():
+    lengths = np.sort(np.array(LENGTHS))[::-1]
+    places = [
+        group.places if group.tokens is None else group.places[group.tokens] for group in Packing.of(lengths).groups
+    ]
+    assert torch.cat(places).tolist() == list(range(lengths.sum()))
+
+
+def test_packed_rows_have_dropout_too(net, rows):
+    net.train()
+    part = rows.__getitems__(range(len(LENGTHS)))
+    torch.manual_seed(0)
+    assert gradients(net, part.packed_passes(None))[0] != gradients(net, part.packed_passes(None))[0]
