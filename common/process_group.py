@@ -270,9 +270,14 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
     device, backend, problem = prepare(worker, args)
     joined = join(worker, args, device, backend, problem)
     connect(worker, args, device, backend, joined)
-    yield Group(
+    group = Group(
         worker, device, backend, joined.views, joined.store, args.work_timeout, args.timeout, _address(worker, joined)
     )
+    try:
+        yield group
+    except BaseException as error:
+        _leave_after(error, worker, joined.store)
+        raise
     _leave(worker, joined.store)
 
 
@@ -747,9 +752,22 @@ def _ranges(numbers: list[int]) -> str:
 def _leave(worker: Worker, store: dist.Store) -> None:
     """Rank 0, whose process may hold the store, goes last."""
     store.add("left", 1)
-    deadline = time.monotonic() + 10.0
-    while worker.is_main and store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+    if worker.is_main:
+        _wait_until_left(worker, store, 10.0)
     dist.destroy_process_group()
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
+
+
+def _leave_after(error: BaseException, worker: Worker, store: dist.Store) -> None:
+    """Rank 0 goes last here too when all raise the same: another may still ask the store whether all are through."""
+    with contextlib.suppress(RuntimeError), limit(2 * LINGER_SECONDS, worker, "the last question to the store"):
+        store.add("left", 1)
+        if worker.is_main and isinstance(error, UserError) and error.same_on_every_rank:
+            _wait_until_left(worker, store, LINGER_SECONDS)
+
+
+def _wait_until_left(worker: Worker, store: dist.Store, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)

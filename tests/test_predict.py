@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import time
 
 import pytest
@@ -142,86 +141,6 @@ def test_a_folder_for_parts_that_one_node_cannot_make_is_one_line_on_every_node(
         assert result.code == 2
         (error,) = [line for line in result.output.splitlines() if "on node 1 run:" not in line]
         assert "name another folder with --shared-dir" in error
-
-
-TRAINER = """
-import os
-import signal
-import time
-from common import cli, launch
-from common.errors import UserError
-
-
-def flags():
-    return cli.parser("Ranks that need different times")
-
-
-if __name__ == "__main__":
-    launch.main(flags())
-
-from pathlib import Path
-from bert_ddp.lines import Parts, open_lines
-from common.process_group import process_group
-
-FOLDER = Path(__file__).parent
-
-
-def train(worker, args):
-    with process_group(worker, args) as group:
-"""
-
-SLOW = """
-        def slow(lines):
-            time.sleep(4)
-            return [{"text": line} for line in lines]
-
-        parts = Parts(group, FOLDER / "parts", 1)
-        parts.compute(open_lines(FOLDER / "lines", 9), slow)
-        parts.join(FOLDER / "answers")
-"""
-
-FAILING = """
-        with group.each_at_its_own_pace("the others") as hear_of_failures:
-            if worker.rank == 1:
-                raise UserError("rank 1 is at its wits' end")
-            while worker.rank == 2:
-                time.sleep(0.01)
-                hear_of_failures()
-"""
-
-
-DYING = """
-        with group.each_at_its_own_pace("the others"):
-            if worker.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def play_body(body, folder, *flags):
-    """Three nodes of one rank with `body` as their training."""
-    (folder / "trainer.py").write_text(TRAINER + body)
-    given = nodes_of((1, 1, 1), folder)
-    for node in given:
-        node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
-    return playing(folder / "trainer.py", given, folder).results()
-
-
-def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
-    (tmp_path / "lines").write_text("one\ntwo\n")
-    for result in play_body(SLOW, tmp_path, "--timeout", 3):
-        assert result.code == 0, result.output
-    assert (tmp_path / "answers").read_text() == '{"line": 1, "text": "one"}\n{"line": 2, "text": "two"}\n'
-
-
-def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_path):
-    for result in play_body(FAILING, tmp_path):
-        assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
-
-
-def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(tmp_path):
-    for number, result in enumerate(play_body(DYING, tmp_path, "--timeout", 3)):
-        said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 3 s \(--timeout\)", result.output)
-        assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
 BAD = [

@@ -1,0 +1,98 @@
+"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it."""
+
+import re
+
+from tests.harness import nodes_of, playing
+
+TRAINER = """
+import os
+import signal
+import time
+from common import cli, launch
+from common.errors import UserError
+
+
+def flags():
+    return cli.parser("Ranks that need different times")
+
+
+if __name__ == "__main__":
+    launch.main(flags())
+
+from pathlib import Path
+from bert_ddp.lines import Parts, open_lines
+from common.process_group import process_group
+
+FOLDER = Path(__file__).parent
+
+
+def train(worker, args):
+    with process_group(worker, args) as group:
+"""
+
+SLOW = """
+        def slow(lines):
+            time.sleep(4)
+            return [{"text": line} for line in lines]
+
+        parts = Parts(group, FOLDER / "parts", 1)
+        parts.compute(open_lines(FOLDER / "lines", 9), slow)
+        parts.join(FOLDER / "answers")
+"""
+
+FAILING = """
+        with group.each_at_its_own_pace("the others") as hear_of_failures:
+            if worker.rank == 1:
+                raise UserError("rank 1 is at its wits' end")
+            while worker.rank == 2:
+                time.sleep(0.01)
+                hear_of_failures()
+"""
+
+
+DYING = """
+        with group.each_at_its_own_pace("the others"):
+            if worker.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def play_body(body, folder, *flags):
+    """Three nodes of one rank with `body` as their training."""
+    (folder / "trainer.py").write_text(TRAINER + body)
+    given = nodes_of((1, 1, 1), folder)
+    for node in given:
+        node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
+    return playing(folder / "trainer.py", given, folder).results()
+
+
+def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    for result in play_body(SLOW, tmp_path, "--timeout", 3):
+        assert result.code == 0, result.output
+    assert (tmp_path / "answers").read_text() == '{"line": 1, "text": "one"}\n{"line": 2, "text": "two"}\n'
+
+
+def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_path):
+    for result in play_body(FAILING, tmp_path):
+        assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
+
+
+def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(tmp_path):
+    for number, result in enumerate(play_body(DYING, tmp_path, "--timeout", 3)):
+        said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 3 s \(--timeout\)", result.output)
+        assert result.code == 1 and bool(said) == (number != 1), result.output
+
+
+SAME_ERROR = """
+        if worker.rank:  # still on its way out of a wait, when rank 0, which holds the store, is done
+            time.sleep(1)
+            group.store.check(["anything"])
+        raise UserError("what all ranks find wrong", same_on_every_rank=True)
+"""
+
+
+def test_rank_0_stays_until_all_ranks_have_raised_the_same(tmp_path):
+    for result in play_body(SAME_ERROR, tmp_path):
+        errors = [line for line in result.output.splitlines() if "on node" not in line]
+        assert result.code == 2 and len(errors) == 1 and errors[0].endswith("error: what all ranks find wrong")
