@@ -5,16 +5,11 @@ Here one draw of 64 bits decides on four elements, so a probability is rounded t
 0.10001. Attention with dropout is the same formula that torch falls back to on a CPU.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-
-if TYPE_CHECKING:
-    from bert_ddp.packing import Packing
 
 NAME = "sdpa_with_cheap_dropout"  # of `attention` below among transformers' attention functions
 LEVELS = 2**16  # of the 16 bits that decide on one element
@@ -58,11 +53,8 @@ def _as_transformers_calls_it(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
-    packing: "Packing | None" = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    if packing is not None:
-        return packing.attend(query, key, value, dropout), None
     return attention(query, key, value, attention_mask, dropout).transpose(1, 2), None  # (B, P, heads, D)
 
 

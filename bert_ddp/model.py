@@ -18,6 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from bert_ddp import pretrained
 from bert_ddp.dropout import attention, replace_dropout
+from bert_ddp.linear import replace_linear
 from common.errors import UserError
 
 # layers, width, heads
@@ -120,9 +121,10 @@ def build(args: Namespace, meta: dict, init_from: str | None = None) -> MaskedPo
                 "max_position_embeddings",
                 same_on_every_rank=True,
             )
-    config.architectures = [kind.__bases__[1].__name__]  # what from_pretrained and pipeline() shall make of it
+    config.architectures = [pretrained.architecture_of(kind)]
     net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
     replace_dropout(net)
+    replace_linear(net)
     net.checkpoint_activations = args.checkpoint_activations
     return net.train()
 

@@ -10,6 +10,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from bert_ddp.packing import Tagger
 from common.errors import RunError, UserError
 
 # what each task's model is called in a config's `architectures`
@@ -20,7 +21,7 @@ ARCHITECTURES = {
     "embed": (),  # any BERT
 }
 CLASSES = {
-    "ner": transformers.BertForTokenClassification,
+    "ner": Tagger,
     "classify": transformers.BertForSequenceClassification,
     "fill-mask": transformers.BertForMaskedLM,
     "embed": transformers.BertModel,
@@ -135,11 +136,16 @@ def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Call
     """Writes what makes a checkpoint's folder one that `from_pretrained` and `pipeline` read: config and tokenizer."""
 
     def write(path: Path) -> None:
-        model.config.architectures = [type(model).__name__]
+        model.config.architectures = [architecture_of(type(model))]
         model.config.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
     return write
+
+
+def architecture_of(kind: type[PreTrainedModel]) -> str:
+    """What a model's config says it is, so that from_pretrained and pipeline() find it: `transformers`' own class."""
+    return next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
 @contextlib.contextmanager

@@ -349,18 +349,17 @@ class Batch:
     mask: torch.Tensor | None  # (B, S): 1 for a token, 0 for padding
     labels: torch.Tensor  # ner: (B, S), IGNORE where there is none; classify: (B,)
     rows: torch.Tensor  # (B,): which rows of the data set these are; -1 for the stand-in of an empty part
-    positions: torch.Tensor | None = None  # (1, T) of each token in its row, where T tokens are packed; then B is 1
-    packing: Packing | None = None  # on CPUs only
+    packing: Packing | None = None  # on CPUs only: tokens and segments are (1, T) then, and labels (N,)
 
     def to(self, device: torch.device) -> "Batch":
-        tensors = (self.tokens, self.segments, self.mask, self.labels, self.rows, self.positions)
+        tensors = (self.tokens, self.segments, self.mask, self.labels, self.rows)
         moved = (None if tensor is None else tensor.to(device, non_blocking=True) for tensor in tensors)
         return Batch(*moved, self.packing)
 
     def inputs(self) -> dict[str, object]:
         """What `transformers` calls these tensors."""
         named = {"input_ids": self.tokens, "attention_mask": self.mask, "token_type_ids": self.segments}
-        return named if self.packing is None else {**named, "position_ids": self.positions, "packing": self.packing}
+        return named if self.packing is None else {**named, "packing": self.packing}
 
 
 class Rows(Dataset):
@@ -410,18 +409,17 @@ class Rows(Dataset):
         )
 
     def packed(self, indices: np.ndarray) -> Batch:
-        """These rows of falling lengths as one row of all their tokens; each token has a label."""
+        """These rows of falling lengths one after the other as T tokens, of which N have a label."""
         lengths = self.lengths[indices]
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        where = np.repeat(self.starts[indices], lengths) + positions
+        where = np.concatenate([np.arange(*self.starts[index : index + 2]) for index in indices])
+        labels = self.labels[where]
         return Batch(
             tokens=self._tensor(self.tokens[where])[None],
             segments=None if self.segments is None else self._tensor(self.segments[where])[None],
             mask=None,
-            labels=self._tensor(self.labels[where])[None],
+            labels=self._tensor(labels[labels != IGNORE]),
             rows=torch.from_numpy(indices),
-            positions=self._tensor(positions)[None],
-            packing=Packing.of(lengths),
+            packing=Packing.of(lengths, labels != IGNORE),
         )
 
     def _padded(self, flat: np.ndarray, where: np.ndarray, mask: np.ndarray, value: int) -> torch.Tensor:

@@ -1,0 +1,63 @@
+"""Linear layers that cost less on a CPU. On GPUs, in compiled models and in other precisions they are torch's own.
+
+In fp32 torch multiplies matrices with MKL. oneDNN, which torch carries as well and uses for bfloat16, is faster here
+for two of a layer's three products, most of all for the projection to a vocabulary (docs/benchmarks.md), and adds the
+bias in passing. It is as exact: fp32 products, summed in another order.
+"""
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+
+def replace_linear(net: nn.Module) -> None:
+    """Let every torch.nn.Linear of a model compute as `Linear`; its weights stay where they are, tied ones too."""
+    for module in net.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
+class Linear(nn.Linear):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if not _of_onednn(states, self.weight):
+            return linear(states, self.weight, self.bias)
+        return _Linear.apply(states.flatten(0, -2), self.weight, self.bias).unflatten(0, states.shape[:-1])
+
+
+def _of_onednn(states: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        states.device.type == "cpu"
+        and states.dtype == weight.dtype == torch.float32
+        and states.ndim > 1
+        and states.numel() > 0
+        and torch.backends.mkldnn.is_available()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """states (T, I), weight (O, I), bias (O,) or None; returns (T, O)."""
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.biased = bias is not None
+        return _product(states, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight = ctx.saved_tensors
+        wants_states, wants_weight, _ = ctx.needs_input_grad
+        return (
+            _product(grad, weight.t(), None) if wants_states else None,
+            grad.t() @ states if wants_weight else None,  # MKL is the faster one here
+            grad.sum(dim=0) if ctx.biased else None,
+        )
+
+
+def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """rows (T, K) times the transpose of matrix (N, K), plus bias: (T, N), by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
