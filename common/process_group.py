@@ -68,33 +68,35 @@ class Group:
         """Rank 0 runs the body at its leisure; the other ranks wait on the store until it is done, not in a
         collective that times out. Every rank must enter; guard the work with `if worker.is_main`.
 
-        When rank 0's body fails, the others raise UserError or RunError with the same message.
+        When rank 0's body fails, the others raise UserError or RunError with the same message; when it gives no sign
+        of life for --timeout, they say so.
         """
         turn = self._turn(what)
         if self.worker.is_main:
-            with self._announcing(turn, "rank 0"):
+            with self._giving_signs(turn), self._announcing(turn, "rank 0"):
                 yield
         else:
-            self._wait(turn, lambda: self.store.check([f"{turn}/rank 0"]), what)
+            with self._giving_signs(turn):
+                self._wait(turn, "rank 0", what, watched=[0])
             yield
 
     @contextlib.contextmanager
     def first_on_node(self, what: str) -> Iterator[None]:
         """The first worker of each node runs the body first, then the node's others: for downloads and caches.
 
-        Every rank must enter, and leaves when all have been through. When one fails, all raise the same.
+        Every rank must enter, and leaves when all have been through. When one fails, or gives no sign of life for
+        --timeout, all raise the same.
         """
         turn = self._turn(what)
         mine = self.views[self.worker.rank]
         leader = next(view["rank"] for view in self.views if _node(view) == _node(mine))
-        if self.worker.rank == leader:
-            with self._announcing(turn, f"rank {leader}"):
-                yield
-        else:
-            self._wait(turn, lambda: self.store.check([f"{turn}/rank {leader}"]), what)
+        with self._giving_signs(turn):
             with self._announcing(turn, f"rank {self.worker.rank}"):
+                if self.worker.rank != leader:
+                    self._wait(turn, f"rank {leader}", what, watched=[leader])
                 yield
-        self._all_through(turn, f"{what} on the other nodes")
+            with self._announcing(turn, f"rank {self.worker.rank} waits"):
+                self._all_through(turn, f"{what} on the other nodes")
 
     @contextlib.contextmanager
     def each_at_its_own_pace(self, what: str) -> Iterator[Callable[[], None]]:
@@ -105,25 +107,21 @@ class Group:
         failed. Every rank must enter. When one fails, or gives no sign of life for --timeout, all raise the same.
         """
         turn = self._turn(what)
-        watched = range(self.worker.world_size) if self.worker.is_main else [0]
         with self._giving_signs(turn):
             with self._announcing(turn, f"rank {self.worker.rank}"):
                 yield lambda: self._raise_failure(turn)
                 self._raise_failure(turn)
             with self._announcing(turn, f"rank {self.worker.rank} waits"):
-                self._all_through(turn, what, self._silence(turn, watched))
+                self._all_through(turn, what)
 
-    def _all_through(self, turn: str, what: str, watch: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has come here; the last one opens the door, so that each asks for one key only."""
+    def _all_through(self, turn: str, what: str) -> None:
+        """Wait until every rank has come here; the last one opens the door, so that each asks for one key only.
+
+        Rank 0 watches all the others, and they watch rank 0: what it finds ends its process, or is announced.
+        """
         if self.store.add(f"{turn}/through", 1) == self.worker.world_size:
             self.store.set(f"{turn}/all", "done")
-
-        def ready() -> bool:
-            if watch:
-                watch()
-            return self.store.check([f"{turn}/all"])
-
-        self._wait(turn, ready, what)
+        self._wait(turn, "all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
 
     @contextlib.contextmanager
     def _giving_signs(self, turn: str) -> Iterator[None]:
@@ -205,8 +203,15 @@ class Group:
         while self.store.add(f"{turn}/heard", 0) < ranks and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
-    def _wait(self, turn: str, ready: Callable[[], bool], what: str) -> None:
-        """Wait on the store until `ready()`, saying what for. Raises what another rank has announced as failed."""
+    def _wait(self, turn: str, key: str, what: str, watched: Iterable[int]) -> None:
+        """Wait until the store has this key of the turn, saying what for. Raises what another rank has announced as
+        failed, and RunError where one of the `watched` gives no sign of life."""
+        watch = self._silence(turn, watched)
+
+        def ready() -> bool:
+            watch()
+            return self.store.check([f"{turn}/{key}"])
+
         with limit(self.work_timeout_seconds + LINGER_SECONDS, self.worker, f"the wait for {what} (--work-timeout)"):
             self._poll(turn, ready, what)
 

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.harness import nodes_of, playing
 
 TRAINER = """
@@ -51,19 +53,29 @@ FAILING = """
 
 
 DYING = """
-        with group.each_at_its_own_pace("the others"):
+        with group.{turn}("what each does"):
             if worker.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+FROZEN = """
+        with group.{turn}("what rank 0 does"):
+            if worker.is_main:
+                os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
 
 def play_body(body, folder, *flags):
-    """Three nodes of one rank with `body` as their training."""
+    """Three nodes of one rank with `body` as their training, to the end."""
+    return playing_body(body, folder, *flags).results()
+
+
+def playing_body(body, folder, *flags):
     (folder / "trainer.py").write_text(TRAINER + body)
     given = nodes_of((1, 1, 1), folder)
     for node in given:
         node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
-    return playing(folder / "trainer.py", given, folder).results()
+    return playing(folder / "trainer.py", given, folder)
 
 
 def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
@@ -78,10 +90,25 @@ def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_p
         assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
 
 
-def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(tmp_path):
-    for number, result in enumerate(play_body(DYING, tmp_path, "--timeout", 3)):
+@pytest.mark.parametrize("turn", ["first_on_node", "each_at_its_own_pace"])
+def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, tmp_path):
+    for number, result in enumerate(play_body(DYING.format(turn=turn), tmp_path, "--timeout", 3)):
         said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 3 s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
+
+
+@pytest.mark.parametrize("turn", ["others_wait", "first_on_node", "each_at_its_own_pace"])
+def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, tmp_path):
+    nodes = playing_body(FROZEN.format(turn=turn), tmp_path, "--timeout", 3)
+    frozen, *others = nodes.workers
+    try:
+        for worker in others:
+            worker.join(30)
+            assert worker.exitcode == 1
+    finally:
+        frozen.kill()
+    for log in nodes.logs[1:]:
+        assert "a question to the store (--timeout) did not end within 3 s: is a node frozen" in log.read_text()
 
 
 SAME_ERROR = """
