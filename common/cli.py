@@ -49,7 +49,9 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
     )
-    group.add_argument("--timeout", type=positive_float, default=600.0, metavar="S", help="limit of one collective")
+    group.add_argument(
+        "--timeout", type=positive_float, default=600.0, metavar="S", help="limit of a collective and of silence"
+    )
     group.add_argument(
         "--work-timeout",
         type=positive_float,
