@@ -144,7 +144,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     extra = pretrained.files_of(net, tokenizer)
                     checkpoint.save(folder / into, step, net, state, keep, extra, **(parts if into != "best" else {}))
 
-        # Where a further pass is dear and every token has a label, rows are packed without padding into one.
+        # Where a further pass is dear and labels stand on tokens, rows are packed without padding into one.
         packs = rows.per_token and device.type == "cpu" and not args.compile
 
         def cut(part: tasks.Part) -> Iterator[tuple[tasks.Batch, bool]]:

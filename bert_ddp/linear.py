@@ -2,13 +2,16 @@
 
 In fp32 torch multiplies matrices with MKL. oneDNN, which torch carries as well and uses for bfloat16, is faster here
 for two of a layer's three products, most of all for the projection to a vocabulary (docs/benchmarks.md), and adds the
-bias in passing. It is as exact: fp32 products, summed in another order.
+bias in passing. It is as exact: fp32 products, summed in another order. Only first derivatives are there.
 """
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+# the operator is torch's own for its compiler; a torch that names it otherwise goes on with MKL
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def replace_linear(net: nn.Module) -> None:
@@ -27,13 +30,13 @@ class Linear(nn.Linear):
 
 def _of_onednn(states: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
-        states.device.type == "cpu"
+        ONEDNN
+        and not torch.compiler.is_compiling()
+        and states.device.type == "cpu"
         and states.dtype == weight.dtype == torch.float32
         and states.ndim > 1
         and states.numel() > 0
-        and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -43,18 +46,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(states, weight)
-        ctx.biased = bias is not None
         return _product(states, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight = ctx.saved_tensors
-        wants_states, wants_weight, _ = ctx.needs_input_grad
+        wants_states, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             _product(grad, weight.t(), None) if wants_states else None,
             grad.t() @ states if wants_weight else None,  # MKL is the faster one here
-            grad.sum(dim=0) if ctx.biased else None,
+            grad.sum(dim=0) if wants_bias else None,
         )
 
 

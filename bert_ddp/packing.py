@@ -45,8 +45,8 @@ class Packing:
     labelled: torch.Tensor  # (N,) which of the T tokens have a label
 
     @staticmethod
-    def of(lengths: np.ndarray, labelled: np.ndarray) -> "Packing":
-        """Of rows of falling lengths; `labelled` (T,) is True for a token with a label."""
+    def of(lengths: np.ndarray, has_label: np.ndarray) -> "Packing":
+        """Of rows of falling lengths; `has_label` (T,) is True for a token with a label."""
         groups = []
         for begin, end in pairwise(cut_passes(lengths, None, GROUP_TOKENS)):
             sizes = lengths[begin:end]
@@ -63,7 +63,7 @@ class Packing:
                 )
             )
         positions = np.concatenate([np.arange(length) for length in lengths])
-        return Packing(torch.from_numpy(positions), groups, torch.from_numpy(np.flatnonzero(labelled)))
+        return Packing(torch.from_numpy(positions), groups, torch.from_numpy(np.flatnonzero(has_label)))
 
     def attend(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer of BERT attends to within each row; `hidden` and the result (T, H)."""

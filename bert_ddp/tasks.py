@@ -453,7 +453,7 @@ class Part:
             yield self.rows.batch(by_length[begin:end]), end == cuts[-1]
 
     def packed_passes(self, micro_batch: int | None) -> Iterator[tuple[Batch, bool]]:
-        """As `passes`, without padding: for rows whose every token has a label."""
+        """As `passes`, without padding: for rows with labels on their tokens."""
         if len(self.indices) == 0:
             yield from self.passes(micro_batch, 0)
             return

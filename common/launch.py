@@ -31,6 +31,7 @@ from common.report import say
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to say their last line
 KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
+LEAVE_SECONDS = 5.0  # for a rank that has failed, to stay until the others have heard of it
 PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
 
@@ -157,20 +158,39 @@ def _be_worker(train: Callable[[Worker, argparse.Namespace], None], worker: Work
     try:
         train(worker, args)
         code = 0
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except UserError as error:
-        if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(worker, f"error: {error}", error=True)
-        code = error.exit_code
     except BaseException as error:
-        say(worker, _last_words(error), error=True)
-        code = 1
+        code = _say(worker, error)
+        _take_leave(error)
     # Not sys.exit: after a failure the teardown of a process group may wait for ranks that are gone.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _say(worker: Worker, error: BaseException) -> int:
+    """Say what ended a worker, once a node where all have met the same; returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, UserError):
+        if worker.local_rank == 0 or not error.same_on_every_rank:
+            say(worker, f"error: {error}", error=True)
+        return error.exit_code
+    say(worker, _last_words(error), error=True)
+    return 1
+
+
+def _take_leave(error: BaseException) -> None:
+    """Do what the error wants done before the process ends; not for long, since the other ranks may be gone."""
+
+    def leave() -> None:
+        with contextlib.suppress(RuntimeError):
+            error.before_exit()
+
+    if hasattr(error, "before_exit"):
+        thread = threading.Thread(target=leave, daemon=True)
+        thread.start()
+        thread.join(LEAVE_SECONDS)
 
 
 def _last_words(error: BaseException) -> str:

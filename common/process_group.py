@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from common import cli, devices, meeting_file, network
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, before_exit
 from common.layout import Worker, host_and_port, tcp_address
 from common.report import say
 from common.version import versions
@@ -179,12 +179,12 @@ class Group:
 
     @contextlib.contextmanager
     def _announcing(self, turn: str, name: str) -> Iterator[None]:
-        """Tell the others when the body is done, or what went wrong; then stay until they have heard it, because
-        the store may end with this process."""
+        """Tell the others when the body is done, or what went wrong."""
         try:
             yield
             self.store.set(f"{turn}/{name}", "done")
         except BaseException as error:
+            before_exit(error, lambda: self._linger(turn))
             mistake = isinstance(error, UserError) and not isinstance(error, RunError)
             failure = {"error": str(error) or type(error).__name__, "mistake": mistake}
             with self.hearing:
@@ -193,14 +193,15 @@ class Group:
                 self.failures[turn] = failure
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set(f"{turn}/failed", json.dumps(failure))
-                self._linger(turn, self.worker.world_size - 1)
-                self.store.add(f"{turn}/heard", 1)  # the last that this rank asks of the store
+                self.store.add(f"{turn}/heard", 1)
             raise
 
-    def _linger(self, turn: str, ranks: int) -> None:
-        """Stay for a while, until so many ranks have heard of a failure: the store may end with this process."""
+    def _linger(self, turn: str) -> None:
+        """Rank 0 stays for a while, until all have heard of a failure: the store may end with its process."""
         deadline = time.monotonic() + LINGER_SECONDS
-        while self.store.add(f"{turn}/heard", 0) < ranks and time.monotonic() < deadline:
+        while self.worker.is_main and time.monotonic() < deadline:
+            if self.store.add(f"{turn}/heard", 0) >= self.worker.world_size:
+                return
             time.sleep(POLL_SECONDS)
 
     def _wait(self, turn: str, key: str, what: str, watched: Iterable[int]) -> None:
@@ -226,10 +227,9 @@ class Group:
     def _raise_failure(self, turn: str) -> None:
         """Raise what another rank has announced as failed, where one has."""
         if failure := self._hear(turn):
-            if self.worker.is_main:  # its process may hold the store, which the rank that failed asks as well
-                self._linger(turn, self.worker.world_size)
-            kind = UserError if failure["mistake"] else RunError
-            raise kind(failure["error"], same_on_every_rank=True)
+            error = (UserError if failure["mistake"] else RunError)(failure["error"], same_on_every_rank=True)
+            before_exit(error, lambda: self._linger(turn))
+            raise error
 
     def _poll(self, turn: str, ready: Callable[[], bool], what: str) -> None:
         began = said = time.monotonic()
@@ -280,8 +280,9 @@ def process_group(worker: Worker, args: Namespace) -> Iterator[Group]:
     )
     try:
         yield group
-    except BaseException as error:
-        _leave_after(error, worker, joined.store)
+    except UserError as error:
+        if error.same_on_every_rank and not group.failures:  # of one that was announced all have heard
+            before_exit(error, lambda: _wait_until_left(worker, joined.store, LINGER_SECONDS))
         raise
     _leave(worker, joined.store)
 
@@ -755,24 +756,15 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _leave(worker: Worker, store: dist.Store) -> None:
-    """Rank 0, whose process may hold the store, goes last."""
-    store.add("left", 1)
-    if worker.is_main:
-        _wait_until_left(worker, store, 10.0)
+    _wait_until_left(worker, store, 10.0)
     dist.destroy_process_group()
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
 
-def _leave_after(error: BaseException, worker: Worker, store: dist.Store) -> None:
-    """Rank 0 goes last here too when all raise the same: another may still ask the store whether all are through."""
-    with contextlib.suppress(RuntimeError), limit(2 * LINGER_SECONDS, worker, "the last question to the store"):
-        store.add("left", 1)
-        if worker.is_main and isinstance(error, UserError) and error.same_on_every_rank:
-            _wait_until_left(worker, store, LINGER_SECONDS)
-
-
 def _wait_until_left(worker: Worker, store: dist.Store, seconds: float) -> None:
+    """Rank 0, whose process may hold the store, goes last: another may still ask whether all are through a wait."""
+    store.add("left", 1)
     deadline = time.monotonic() + seconds
-    while store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
+    while worker.is_main and store.add("left", 0) < worker.world_size and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from bert_ddp.linear import Linear, replace_linear
+from bert_ddp.linear import ONEDNN, Linear, replace_linear
 
 
 def a_layer_and_its_twin(bias=True, dtype=torch.float32):
@@ -24,6 +24,21 @@ def results(net, states):
     output = net(states)
     (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)).sum().backward()
     return [output, states.grad, *(parameter.grad for parameter in net.parameters() if parameter.requires_grad)]
+
+
+@pytest.mark.skipif(not ONEDNN, reason="this torch was built without oneDNN")
+def test_in_fp32_the_product_is_onednn_s():
+    _, ours = a_layer_and_its_twin()
+    with torch.profiler.profile() as profile:
+        ours(torch.randn(9, 48))
+    assert "mkldnn::_linear_pointwise" in {event.key for event in profile.key_averages()}
+
+
+def test_a_compiled_model_is_one_graph_and_torch_s_own():
+    torchs, ours = a_layer_and_its_twin()
+    states = torch.randn(9, 48)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(states), torchs(states))
 
 
 @pytest.mark.parametrize("shape", [(33, 48), (5, 7, 48), (48,)], ids=str)

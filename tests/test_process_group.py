@@ -123,3 +123,17 @@ def test_rank_0_stays_until_all_ranks_have_raised_the_same(tmp_path):
     for result in play_body(SAME_ERROR, tmp_path):
         errors = [line for line in result.output.splitlines() if "on node" not in line]
         assert result.code == 2 and len(errors) == 1 and errors[0].endswith("error: what all ranks find wrong")
+
+
+SAID_FIRST = """
+        deadline = time.monotonic() + 2
+        while worker.rank and "find wrong" not in (FOLDER / "node-0-0.log").read_text():
+            assert time.monotonic() < deadline, "rank 0 waits before it speaks"
+            time.sleep(0.05)
+        raise UserError("what all ranks find wrong", same_on_every_rank=True)
+"""
+
+
+def test_rank_0_says_what_is_wrong_before_it_waits_for_the_others(tmp_path):
+    for result in play_body(SAID_FIRST, tmp_path):
+        assert result.code == 2, result.output
