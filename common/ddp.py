@@ -11,7 +11,7 @@ the gradient of the mean over the global batch, whatever the ranks hold.
 import inspect
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,13 +68,14 @@ def reduce_gradients_if(is_last: bool, model: DistributedDataParallel) -> Iterat
     """Around forward *and* backward of a micro-batch: gradients are exchanged in the last one's backward only.
 
     Before that they add up on each rank. Forward must be inside too: it is where DDP decides whether the coming
-    backward synchronises.
+    backward synchronises. A rank that is alone has nobody to exchange with, and DDP need not copy its gradients.
     """
-    if not is_last:
-        with model.no_sync():
-            yield
-    else:
+    alone = dist.get_world_size() == 1
+    with model.no_sync() if alone or not is_last else nullcontext():
         yield
+    if is_last and alone:
+        model.timer.mark("ready")
+    if is_last:
         model.timer.mark("reduced")
 
 
