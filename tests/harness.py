@@ -11,11 +11,14 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from common import launch
 from common.layout import free_port, layout_from
@@ -52,17 +55,30 @@ class start:
         variables = {name: value for name, value in variables.items() if value is not None}
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env=variables
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env=variables,
+            preexec_fn=_heed_interrupts,
         )
 
     def result(self, timeout: float = TIMEOUT_SECONDS) -> Result:
         try:
             output, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()  # it holds our end of the pipe open
             self.process.kill()
             output, _ = self.process.communicate()
             raise AssertionError(f"{self.process.args} did not end within {timeout} s:\n{output}") from None
         return Result(self.process.returncode, output, time.monotonic() - self.began)
+
+
+def _heed_interrupts() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and these tests may run there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 # --- workers without the import ----------------------------------------------------------------------------------

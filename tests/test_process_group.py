@@ -22,6 +22,7 @@ if __name__ == "__main__":
     launch.main(flags())
 
 from pathlib import Path
+import torch.distributed as dist
 from bert_ddp.lines import Parts, open_lines
 from common.process_group import process_group
 
@@ -53,12 +54,14 @@ FAILING = """
 
 
 DYING = """
+        dist.barrier()  # all are connected
         with group.{turn}("what each does"):
             if worker.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 FROZEN = """
+        dist.barrier()
         with group.{turn}("what rank 0 does"):
             if worker.is_main:
                 os.kill(os.getpid(), signal.SIGSTOP)
