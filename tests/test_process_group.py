@@ -131,7 +131,7 @@ def test_rank_0_stays_until_all_ranks_have_raised_the_same(tmp_path):
 
 
 SAID_FIRST = """
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 3
         while worker.rank and "find wrong" not in (FOLDER / "node-0-0.log").read_text():
             assert time.monotonic() < deadline, "rank 0 waits before it speaks"
             time.sleep(0.05)
