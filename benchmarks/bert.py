@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe
-from common.layout import free_port
+from common.launch.addresses import free_port
 
 TRAINER = ROOT / "bert_ddp" / "bert-distributed.py"
 PEER = ROOT / "benchmarks" / "bert_with_trainer.py"

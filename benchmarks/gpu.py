@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from bert_ddp import model as bert
-from bert_ddp.optimizer import decay_groups
-from bert_ddp.rows import MaskedRows, Masking, as_is
+from bert_ddp.model.optimizer import decay_groups
+from bert_ddp.pretrain import model as bert
+from bert_ddp.pretrain.rows import MaskedRows, Masking, as_is
 
 WORDS = 30_522
 ROWS = {128: 256, 512: 64}  # a step
@@ -126,8 +126,8 @@ def peer(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
     from transformers import BertConfig, BertForMaskedLM
 
     from benchmarks.trainer_clock import tokens_per_second
-    from bert_ddp.vocabulary import SPECIAL as NAMES
-    from bert_ddp.vocabulary import from_words
+    from bert_ddp.text.vocabulary import SPECIAL as NAMES
+    from bert_ddp.text.vocabulary import from_words
 
     words = [f"word{number}" for number in range(WORDS)]
     for name, number in zip(NAMES, SPECIAL.values(), strict=True):

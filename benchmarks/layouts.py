@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.layout import free_port
+from common.launch.addresses import free_port
 
 TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
 HOSTS = ROOT / "tests" / "cluster" / "hosts.sh"

@@ -6,15 +6,15 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from common import launch
+from common.launch import start
 
 MNIST = Path(__file__).resolve().parents[1] / "mnist_ddp" / "mnist-distributed.py"
 
 if __name__ == "__main__":
-    launch.main(launch.flags_of(MNIST))
+    start.main(start.flags_of(MNIST))
 
 from stock_mnist import StockNet
 
-trainer = launch.load(str(MNIST))
+trainer = start.load(str(MNIST))
 trainer.ConvNet = StockNet
 train = trainer.train

@@ -28,11 +28,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from bert_ddp import tasks
-from bert_ddp.scores import score_entities
-from common.batching import plan_batches
-from common.sampling import UnevenDistributedSampler
-from common.seeding import derive_seed
+from bert_ddp.finetune import tasks
+from bert_ddp.finetune.scores import score_entities
+from common.uneven.batching import plan_batches
+from common.uneven.sampling import UnevenDistributedSampler
+from common.uneven.seeding import derive_seed
 
 
 class Examples(torch.utils.data.Dataset):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
 
-from bert_ddp import corpus
-from common import cli, launch
-from common.layout import Worker
+from bert_ddp.text import corpus
+from common.launch import cli, start
+from common.launch.layout import Worker
 
 
 def flags() -> ArgumentParser:
@@ -53,23 +53,25 @@ def flags() -> ArgumentParser:
 if __name__ == "__main__":
     # A wrong flag is answered before torch is imported. This call does not return: it starts the workers, each of
     # which loads this file as a module, goes on below this line, and enters train().
-    launch.main(flags(), cli.check_training)
+    start.main(flags(), cli.check_training)
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from bert_ddp import model as bert
-from bert_ddp import pretrained, rows
-from bert_ddp.optimizer import decay_groups, warm_up_then_decay
-from common import checkpoint, ddp, report
-from common.batching import micro_batches, plan_batches
-from common.ddp import reduce_gradients_if
-from common.metrics import Sums
-from common.precision import Precision
-from common.process_group import process_group
-from common.sampling import EvaluationSampler, UnevenDistributedSampler
-from common.seeding import derive_seed
+from bert_ddp.model import pretrained
+from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
+from bert_ddp.pretrain import model as bert
+from bert_ddp.pretrain import rows
+from common.join.process_group import process_group
+from common.record import checkpoint, report
+from common.uneven import ddp
+from common.uneven.batching import micro_batches, plan_batches
+from common.uneven.ddp import reduce_gradients_if
+from common.uneven.precision import Precision
+from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.uneven.seeding import derive_seed
+from common.uneven.sums import Sums
 
 
 def train(worker: Worker, args: Namespace) -> None:

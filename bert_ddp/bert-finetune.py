@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
 
-from common import cli, launch
 from common.errors import UserError
-from common.layout import Layout, Worker
+from common.launch import cli, start
+from common.launch.layout import Layout, Worker
 
 ROLES = ("train", "dev", "test")
 
@@ -55,26 +55,28 @@ def check(args: Namespace, layout: Layout) -> None:
 if __name__ == "__main__":
     # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
     # as a module, so that it goes on below this line, and calls train() there.
-    launch.main(flags(), check)
+    start.main(flags(), check)
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from bert_ddp import best, pretrained, scores, tasks
-from bert_ddp.dropout import replace_dropout, use_own_attention
-from bert_ddp.optimizer import decay_groups, warm_up_then_decay
-from bert_ddp.scores import Scores
-from bert_ddp.tasks import LabelledRows
-from bert_ddp.token_batches import PASS_TOKENS, SortedShard, TokenBalancedSampler
-from common import checkpoint, ddp, report
-from common.batching import plan_batches
-from common.ddp import reduce_gradients_if
-from common.metrics import Sums
-from common.precision import Precision
-from common.process_group import Group, process_group
-from common.seeding import derive_seed
+from bert_ddp.cpu.dropout import replace_dropout, use_own_attention
+from bert_ddp.finetune import best, scores, tasks
+from bert_ddp.finetune.scores import Scores
+from bert_ddp.finetune.tasks import LabelledRows
+from bert_ddp.finetune.token_batches import PASS_TOKENS, SortedShard, TokenBalancedSampler
+from bert_ddp.model import pretrained
+from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
+from common.join.process_group import Group, process_group
+from common.record import checkpoint, report
+from common.uneven import ddp
+from common.uneven.batching import plan_batches
+from common.uneven.ddp import reduce_gradients_if
+from common.uneven.precision import Precision
+from common.uneven.seeding import derive_seed
+from common.uneven.sums import Sums
 
 
 def train(worker: Worker, args: Namespace) -> None:

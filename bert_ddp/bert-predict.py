@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
 
-from common import cli, launch
 from common.errors import UserError
-from common.layout import Layout, Worker
+from common.launch import cli, start
+from common.launch.layout import Layout, Worker
 
 
 def flags() -> ArgumentParser:
@@ -53,18 +53,18 @@ def check(args: Namespace, layout: Layout) -> None:
 if __name__ == "__main__":
     # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
     # as a module, so that it goes on below this line, and calls train() there.
-    launch.main(flags(), check)
+    start.main(flags(), check)
 
 import hashlib
 
 import torch.distributed as dist
 
-from bert_ddp import pretrained
-from bert_ddp.answers import Answerer
-from bert_ddp.lines import Parts, open_lines
-from common.precision import Precision
-from common.process_group import process_group
-from common.report import say
+from bert_ddp.model import pretrained
+from bert_ddp.predict.answers import Answerer
+from bert_ddp.predict.lines import Parts, open_lines
+from common.join.process_group import process_group
+from common.record.report import say
+from common.uneven.precision import Precision
 
 
 def train(worker: Worker, args: Namespace) -> None:

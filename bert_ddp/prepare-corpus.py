@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
 
-from bert_ddp import corpus
-from common import cli
+from bert_ddp.text import corpus
 from common.errors import RunError, UserError
-from common.report import say
+from common.launch import cli
+from common.record.report import say
 
 TOKENIZER, VOCAB = "tokenizer", "vocab.txt"  # beside the shards
 
@@ -91,7 +91,8 @@ def write_shards(text: corpus.Corpus, args) -> None:
 
 def _write_shards_in(folder: Path, text: corpus.Corpus, args) -> dict[str, int]:
     """The rows of each shard by its name below `folder`."""
-    from bert_ddp import rows, shards
+    from bert_ddp.pretrain import rows
+    from bert_ddp.text import shards
 
     counts = {}
     parts = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)

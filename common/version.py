@@ -1,4 +1,4 @@
-"""What code is this? Versions for the join, for run.json and for results."""
+"""Which code this is: versions for the join, for run.json and for results."""
 
 import functools
 import hashlib
@@ -12,16 +12,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Twelve hex digits of the sources in common/ and of what the trainer has imported from its own folder: the same
-    on two nodes that run the same code."""
+    """Twelve hex digits of the sources of every loaded module below this checkout, and below the folder of the script
+    that was started: the same on two nodes that run the same code."""
+    folders = {ROOT, Path(sys.argv[0]).resolve().parent}
+    libraries = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)} | {ROOT / ".venv"}
+    sources = {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        below = [folder for folder in folders if path.is_relative_to(folder)]
+        # torch makes up modules whose files do not exist
+        if below and path.suffix == ".py" and path.is_file() and not any(map(path.is_relative_to, libraries)):
+            sources[path.relative_to(max(below, key=lambda folder: len(folder.parts))).as_posix()] = path
     digest = hashlib.blake2b(digest_size=6)
-    own = Path(sys.argv[0]).resolve().parent
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    loaded = {Path(file).resolve() for file in files if file.endswith(".py")}
-    # not all that says that it is a file is one: torch makes modules up
-    beside = {path for path in loaded if path.parent == own and path.is_file()}
-    for path in sorted(beside.union((ROOT / "common").glob("*.py")), key=lambda path: (path.parent == own, path.name)):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for name in sorted(sources):
+        digest.update(name.encode() + b"\0" + sources[name].read_bytes())
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.layout import free_port
+from common.launch.addresses import free_port
 
 
 def main() -> int:

@@ -44,9 +44,12 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These images and their labels; none at all for an empty part."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return Batch(self.images[chosen], self.labels[chosen])
+
+    __getitems__ = batch  # what a DataLoader calls, once for a whole batch
 
     @property
     def side(self) -> int:

@@ -1,16 +1,15 @@
-"""How tests start trainers: as real commands, or as real worker processes without the seconds of an import.
+"""How tests start trainers: as real commands, or as the same commands without the seconds of an import.
 
-`run` starts a command as a person would. `play` starts the same workers that the command would start, forked
-from one server process that has imported torch and the trainers once: real processes, sockets and files, ten of
-them in a second.
+`run` starts a command as a person would. `play` runs the same scripts, as `python SCRIPT FLAGS` would, in processes
+forked from one server that has imported torch and the trainers' modules: real supervisors, workers, sockets and files,
+ten ranks in a second.
 """
 
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import os
-import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,8 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from common import launch
-from common.layout import free_port, layout_from
+from common.launch.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -89,30 +87,20 @@ _context = multiprocessing.get_context(
 _context.set_forkserver_preload(["tests.preload"])
 
 
-def load_trainer(path: Path):
-    """A trainer's file as a module, as `launch` loads it in a worker."""
-    name = re.sub(r"\W", "_", f"trainer_{path}")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-def _be(trainer: Path, node_flags: list[str], index: int, environ: dict[str, str], log: str) -> None:
-    """One worker: what `launch._enter` does, with its output in a file."""
+def _be(script: Path, flags: list[str], environ: dict[str, str], log: str) -> None:
+    """What `python SCRIPT FLAGS` does, with its output in a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(environ)
+    _heed_interrupts()
     import torch
 
     torch.set_num_threads(1)
-    module = load_trainer(trainer)
-    args = module.flags().parse_args(node_flags)
-    layout = layout_from(args, os.environ)
-    launch._be_worker(module.train, layout.workers()[index], args)
+    sys.argv = [str(script), *flags]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @dataclass
@@ -124,41 +112,50 @@ class Node:
 
 
 class playing:
-    """Nodes under way: every worker is a process in `workers`, in the order of the nodes; `results()` waits."""
+    """Nodes under way: `processes` has the command of each node; `results()` waits for them."""
 
-    def __init__(self, trainer: Path, nodes: list[Node], folder: Path):
+    def __init__(self, script: Path, nodes: list[Node], folder: Path):
         self.began = time.monotonic()
-        self.logs, self.workers, self.node_of = [], [], []
+        self.logs, self.processes = [], []
         for number, node in enumerate(nodes):
-            flags = [str(flag) for flag in node.flags]
             environ = {"OMP_NUM_THREADS": "1", **(node.environ or {})}
-            args = launch.flags_of(trainer).parse_args(flags)
-            count = len(layout_from(args, {**os.environ, **environ}).workers())
             log = folder / f"node-{number}-{len(list(folder.glob('node-*')))}.log"
             log.touch()
             self.logs.append(log)
-            for index in range(count):
-                process = _context.Process(target=_be, args=(trainer, flags, index, environ, str(log)))
-                process.start()
-                self.workers.append(process)
-                self.node_of.append(number)
+            process = _context.Process(target=_be, args=(script, list(map(str, node.flags)), environ, str(log)))
+            process.start()
+            self.processes.append(process)
 
     def results(self, timeout: float = TIMEOUT_SECONDS) -> list[Result]:
-        """One Result a node; its code is the largest of its workers' (signals as negative numbers count as 1)."""
+        """One Result a node. A command that a signal has ended counts as 1."""
         deadline = time.monotonic() + timeout
-        for worker in self.workers:
-            worker.join(max(0.1, deadline - time.monotonic()))
-        late = [worker for worker in self.workers if worker.is_alive()]
-        for worker in late:
-            worker.kill()
-            worker.join()
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        late = [process for process in self.processes if process.is_alive()]
+        for process in late:
+            kill(process.pid)
+            process.join()
         outputs = [log.read_text() for log in self.logs]
-        assert not late, f"{len(late)} workers did not end within {timeout} s:\n" + "\n".join(outputs)
-        codes = [[] for _ in self.logs]
-        for worker, number in zip(self.workers, self.node_of, strict=True):
-            codes[number].append(1 if worker.exitcode < 0 else worker.exitcode)
+        assert not late, f"{len(late)} nodes did not end within {timeout} s:\n" + "\n".join(outputs)
+        codes = [1 if process.exitcode < 0 else process.exitcode for process in self.processes]
         seconds = time.monotonic() - self.began
-        return [Result(max(code), output, seconds) for code, output in zip(codes, outputs, strict=True)]
+        return [Result(code, output, seconds) for code, output in zip(codes, outputs, strict=True)]
+
+    def kill(self) -> None:
+        """End every process of every node with SIGKILL. Fails where a node has ended by itself."""
+        for process in self.processes:
+            kill(process.pid)
+        for process in self.processes:
+            process.join()
+            assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
+
+
+def kill(pid: int) -> None:
+    """End a process and all that it has started with SIGKILL, the process first."""
+    process = psutil.Process(pid)
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def play(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.batching import BatchPlan, micro_batches, plan_batches, split
+from common.uneven.batching import BatchPlan, micro_batches, plan_batches, split
 
 
 @pytest.mark.parametrize("total, weights, parts", [

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from bert_ddp import model as bert
+from bert_ddp.pretrain import model as bert
 from tests.harness import BERT, nodes_of, play, playing, run, weights
 
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}

@@ -12,9 +12,10 @@ import h5py
 import numpy as np
 import pytest
 
-from bert_ddp import corpus, rows, sources, vocabulary
-from common.batching import plan_batches
+from bert_ddp.pretrain import rows
+from bert_ddp.text import corpus, sources, vocabulary
 from common.errors import UserError
+from common.uneven.batching import plan_batches
 from tests.harness import BERT, load_trainer, losses, play, run
 
 SMALL = {
@@ -402,7 +403,7 @@ def test_a_row_that_does_not_follow_the_layout_is_named(folder, shards, tmp_path
 
 
 def test_a_model_that_does_not_fit_the_corpus_is_refused(tmp_path):
-    from bert_ddp import model
+    from bert_ddp.pretrain import model
 
     meta = {"vocab_size": 300, "sequence_length": 64, "special": {"pad": 0}}
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "max_position_embeddings": 32}))

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from common import launch
+from common.launch import start
 from tests.harness import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +47,7 @@ def test_every_path_and_link_exists(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_names_flags_that_its_program_takes(document):
     for name, flags in commands(document):
-        parser = launch.flags_of(TRAINERS[name])
+        parser = start.flags_of(TRAINERS[name])
         known = {option for action in parser._actions for option in action.option_strings}
         named = [flag.partition("=")[0] for flag in flags if re.match(r"--?[a-z]", flag)]
         unknown = [flag for flag in named if flag not in known]

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import diagnosis, link_test, node_facts, speed_test
-from common.doctor import Board, Watch
-from common.layout import Layout, free_port
-from common.process_group import Joined
+from common.doctor import diagnosis
+from common.doctor import links as link_test
+from common.doctor import node as node_facts
+from common.doctor import speed as speed_test
+from common.doctor.examination import Board, Watch
+from common.join.process_group import Joined
+from common.launch.layout import Layout, free_port
 from tests.harness import ROOT, Node, Result, playing, run
 
 DOCTOR = ROOT / "common" / "doctor.py"

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import dropout, softmax
 from transformers import BertForTokenClassification
 
-from bert_ddp.dropout import NAME, Dropout, attention, drop, replace_dropout, use_own_attention
+from bert_ddp.cpu.dropout import NAME, Dropout, attention, drop, replace_dropout, use_own_attention
 from tests.small_bert import save_model
 
 

@@ -43,12 +43,14 @@ def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
 
 def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
     """The tests above can fail: with every rank's own mean, as plain DDP has it, the weights are far off."""
-    exact = "micro_loss * worker.world_size / plan.global_count(step)"
-    source = MNIST.read_text()
-    assert source.count(exact) == 1
-    plain = tmp_path / "plain_ddp" / "mnist-distributed.py"
-    plain.parent.mkdir()
-    plain.write_text(source.replace(exact, "micro_loss / max(1, len(part))"))
+    exact = "micro_loss / plan.global_count(step)"
+    for file in (MNIST, MNIST.parent / "train.py"):
+        source = file.read_text().replace("mnist_ddp.train", "plain_ddp.train")
+        copy = tmp_path / "plain_ddp" / file.name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(source.replace(exact, "micro_loss / max(1, len(part)) / worker.world_size"))
+    assert exact in source
+    plain = tmp_path / "plain_ddp" / MNIST.name
     play(plain, (3, 1), tmp_path, *FLAGS, "--shares", "4,4,1,1")
     assert largest_difference(weights(tmp_path), weights(reference)) > 1e-3
 

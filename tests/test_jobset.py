@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 import yaml
 
-from common.launch import flags_of
-from common.layout import host_and_port, layout_from
+from common.launch.layout import host_and_port, layout_from
+from common.launch.start import flags_of
 from tests.harness import MNIST, ROOT
 
 MANIFEST = yaml.safe_load((ROOT / "launch_scripts" / "jobset_uneven.yaml").read_text())

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from common.layout import free_port
+from common.launch.addresses import free_port
 from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
@@ -59,7 +59,7 @@ def test_another_version_of_the_code_is_named_on_both(tmp_path):
     port = free_port()
     for package in ("common", "mnist_ddp"):
         shutil.copytree(ROOT / package, tmp_path / package)
-    with (tmp_path / "common" / "batching.py").open("a") as file:
+    with (tmp_path / "common" / "uneven" / "batching.py").open("a") as file:
         file.write("# an edit on one node\n")
     copy = tmp_path / "mnist_ddp" / MNIST.name
     commands = [
@@ -119,9 +119,7 @@ def test_a_port_held_by_another_run_of_ours_is_named_on_both_nodes_and_that_run_
     assert "is held by another run of ours" in errors([master])[0]
     assert "rank 1 of node 1" in errors([second])[0]
     assert "comes to a run that is complete: the rank is held by" in errors([second])[0]
-    assert all(worker.is_alive() for worker in long_run.workers)
-    for worker in long_run.workers:
-        worker.kill()
+    long_run.kill()  # fails where it has ended
 
 
 def test_node_0_prints_the_command_of_each_other_node(tmp_path):

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from common import cli, meeting_file
 from common.errors import UserError
-from common.layout import expand_counts, expand_hosts, host_and_port, layout_from, tcp_address
+from common.join import meeting_file
+from common.launch import cli
+from common.launch.layout import expand_counts, expand_hosts, host_and_port, layout_from, tcp_address
 
 TORCHRUN = {
     **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from bert_ddp.linear import ONEDNN, Linear, replace_linear
+from bert_ddp.cpu.linear import ONEDNN, Linear, replace_linear
 
 
 def a_layer_and_its_twin(bias=True, dtype=torch.float32):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from bert_ddp.dropout import replace_dropout, use_own_attention
-from bert_ddp.packing import Packing, Tagger
-from bert_ddp.tasks import IGNORE, Rows
+from bert_ddp.cpu.dropout import replace_dropout, use_own_attention
+from bert_ddp.cpu.packing import Packing, Tagger
+from bert_ddp.finetune.tasks import IGNORE, Rows
 from tests.small_bert import save_model
 
 LENGTHS = [3, 17, 9, 9, 17, 4, 1, 16, 12]

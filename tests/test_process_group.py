@@ -12,7 +12,7 @@ TRAINER = """
 import os
 import signal
 import time
-from common import cli, launch
+from common.launch import cli, start
 from common.errors import UserError
 
 
@@ -21,12 +21,12 @@ def flags():
 
 
 if __name__ == "__main__":
-    launch.main(flags())
+    start.main(flags())
 
 from pathlib import Path
 import torch.distributed as dist
-from bert_ddp.lines import Parts, open_lines
-from common.process_group import process_group
+from bert_ddp.predict.lines import Parts, open_lines
+from common.join.process_group import process_group
 
 FOLDER = Path(__file__).parent
 

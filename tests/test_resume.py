@@ -2,14 +2,13 @@
 
 import re
 import shutil
-import signal
 import time
 
 import pytest
 
-from common import checkpoint
 from common.errors import UserError
-from common.report import read_metrics
+from common.record import checkpoint
+from common.record.metrics import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 8, "--global-batch", 110, "--save-every", 5)
@@ -31,11 +30,7 @@ def kill_in_the_middle(folder, gpus, after_step: int) -> None:
     while not [path for path in folder.glob("checkpoints/step-*") if int(path.name[5:]) >= after_step]:
         assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
         time.sleep(0.005)
-    for worker in run.workers:
-        worker.kill()
-    for worker in run.workers:
-        worker.join()
-    assert all(worker.exitcode == -signal.SIGKILL for worker in run.workers), "the run ended before it was killed"
+    run.kill()
 
 
 def test_resumed_on_another_layout_it_ends_with_the_same_weights(uninterrupted, tmp_path):
@@ -145,4 +140,4 @@ def test_metrics_that_cannot_be_read_are_named_on_every_node(uninterrupted, tmp_
         file.write("no row\n")
     nodes = playing(MNIST, nodes_of((1, 1), tmp_path / "run", *FLAGS, "--resume"), tmp_path).results()
     for node in nodes:
-        assert node.code == 2 and "is not JSON: mend that line" in node.output, node.output
+        assert node.code == 2 and "is not JSON: correct that line" in node.output, node.output

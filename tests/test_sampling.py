@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from common.batching import plan_batches
-from common.sampling import EvaluationSampler, UnevenDistributedSampler
-from common.seeding import derive_seed
+from common.uneven.batching import plan_batches
+from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.uneven.seeding import derive_seed
 
 
 def steps(world_size: int, epoch: int = 0, seed: int = 0, first_step: int = 0) -> list[list[int]]:

@@ -6,10 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from bert_ddp import scores, tasks
-from bert_ddp.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
-from common.batching import BatchPlan, plan_batches
+from bert_ddp.finetune import scores, tasks
+from bert_ddp.finetune.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from common.errors import RunError, UserError
+from common.uneven.batching import BatchPlan, plan_batches
 from tests.harness import SHARED
 from tests.small_bert import save_conll, save_model, save_ner, sentences
 

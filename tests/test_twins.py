@@ -5,7 +5,7 @@ import difflib
 from tests.harness import BERT, MNIST
 
 SAME = """
-    launch.main(flags(), cli.check_training)
+    start.main(flags(), cli.check_training)
     with process_group(worker, args) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         plan = plan_batches(len(train_set), cli.global_batch(args, worker), worker.world_size, args.shares)

@@ -1,0 +1,131 @@
+"""Tagging rows of different lengths, one after the other, without padding.
+
+Nearly all of a BERT works on each token by itself, so T tokens of many rows may stand in one row of T. Only attention
+must know the rows: there the tokens of rows of like length are put side by side, padded, and taken apart again. What
+is padded is a small part of the work, and a global batch needs one pass: on a CPU each further pass costs as much as
+a hundred tokens, most of it for the gradient of the embeddings, which is as large as the vocabulary.
+
+Only the first piece of a word has a label. The last layer runs at these N tokens alone; all T are keys and values
+there, so the numbers are the same as when everything is computed.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import BertForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from bert_ddp.cpu.dropout import attention
+from bert_ddp.finetune.token_batches import cut_passes
+
+GROUP_TOKENS = 24  # what one more group costs, in padded tokens
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of like length for attention: n tokens in G rows, the longest of S."""
+
+    rows: int
+    size: int  # n
+    places: torch.Tensor  # (G * S,) which of the n tokens stands there; at padding any
+    tokens: torch.Tensor  # (n,) where each token stands among the G * S
+    mask: torch.Tensor | None  # (G, 1, 1, S) True for a token; None where nothing is padded
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How T tokens are rows: for the embeddings, for attention, and for the labels."""
+
+    positions: torch.Tensor  # (T,) of each token in its row
+    groups: list[Group]  # one after the other
+    labelled: torch.Tensor  # (N,) which of the T tokens have a label
+
+    @staticmethod
+    def of(lengths: np.ndarray, has_label: np.ndarray) -> "Packing":
+        """Of rows of falling lengths; `has_label` (T,) is True for a token with a label."""
+        groups = []
+        for begin, end in pairwise(cut_passes(lengths, None, GROUP_TOKENS)):
+            sizes = lengths[begin:end]
+            columns = np.arange(sizes[0])
+            mask = columns < sizes[:, None]  # (G, S)
+            places = np.where(mask, (np.cumsum(sizes) - sizes)[:, None] + columns, 0)
+            groups.append(
+                Group(
+                    rows=end - begin,
+                    size=int(sizes.sum()),
+                    places=torch.from_numpy(places.ravel()),
+                    tokens=torch.from_numpy(np.flatnonzero(mask)),
+                    mask=None if mask.all() else torch.from_numpy(mask[:, None, None, :]),
+                )
+            )
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        return Packing(torch.from_numpy(positions), groups, torch.from_numpy(np.flatnonzero(has_label)))
+
+    def attend(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer of BERT attends to within each row; `hidden` and the result (T, H)."""
+        inner = layer.attention.self
+        probability = inner.dropout.p if layer.training else 0.0
+        sizes = [group.size for group in self.groups]
+        projected = (projection(hidden).split(sizes) for projection in (inner.query, inner.key, inner.value))
+        found = []
+        for group, *flat in zip(self.groups, *projected, strict=True):
+            apart = (  # (G, heads, S, D)
+                (states if group.mask is None else _Pad.apply(states, group.places, group.tokens))
+                .view(group.rows, -1, inner.num_attention_heads, inner.attention_head_size)
+                .transpose(1, 2)
+                for states in flat
+            )
+            context = attention(*apart, group.mask, probability).transpose(1, 2).flatten(2).flatten(0, 1)  # (G * S, H)
+            found.append(context if group.mask is None else context.index_select(0, group.tokens))
+        return torch.cat(found)
+
+
+class _Pad(torch.autograd.Function):
+    """Tokens (n, H) to where they stand in padded rows (G * S, H).
+
+    Attention passes over padding and its results there are left out, so no gradient comes from there, and a token's
+    comes from one place alone: backward needs not add up what `index_select` would have it add up.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        return states.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return grad.index_select(0, tokens), None, None
+
+
+class Tagger(BertForTokenClassification):
+    """transformers' tagger, which also takes packed rows, and answers for their labelled tokens."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # (B, S), or (1, T)
+        token_type_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> TokenClassifierOutput:
+        """Logits (B, S, labels), or (N, labels) with a `packing`."""
+        if packing is None:
+            return super().forward(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        hidden = self.bert.embeddings(input_ids, token_type_ids, packing.positions[None])[0]  # (T, H)
+        *layers, last = self.bert.encoder.layer
+        for layer in layers:
+            hidden = _complete(layer, packing.attend(layer, hidden), hidden)
+        attended, hidden = (
+            states.index_select(0, packing.labelled) for states in (packing.attend(last, hidden), hidden)
+        )
+        return TokenClassifierOutput(logits=self.classifier(self.dropout(_complete(last, attended, hidden))))
+
+
+def _complete(layer: nn.Module, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The rest of a layer, token by token (T, H): what was attended to is added, and the feed-forward part runs."""
+    return layer.feed_forward_chunk(layer.attention.output(attended, hidden))

@@ -1,0 +1,180 @@
+"""`transformers`' BERT for pretraining: its weights and names, computed where a loss needs them and nowhere else.
+
+Of a row of L tokens about 15 % are masked, and only these have a loss. So the vocabulary projection, which is the
+larger part of a small BERT, and the last layer run at the masked positions only. Keys and values of the last layer
+come from all positions, so the numbers are the same as when everything is computed.
+
+Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words.
+"""
+
+import hashlib
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+
+from bert_ddp.cpu.dropout import attention, replace_dropout
+from bert_ddp.cpu.linear import replace_linear
+from bert_ddp.model import pretrained
+from common.errors import UserError
+
+# layers, width, heads
+PRESETS = {
+    "tiny": (2, 128, 2),
+    "mini": (4, 256, 4),
+    "small": (4, 512, 8),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
+
+
+NEW_HEADS = ("cls.", "bert.pooler.")  # what --init-from may lack
+
+
+class MaskedPositions:
+    """The forward pass of pretraining, over a BERT whose weights `transformers` names and loads."""
+
+    checkpoint_activations = False
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # (B, L)
+        token_type_ids: torch.Tensor,  # (B, L)
+        attention_mask: torch.Tensor | None,  # (B, L) True where there is a token
+        positions: torch.Tensor,  # (B, P)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logits of the masked words (B * P, V), logits of the next sentence (B, 2) or None without that head)."""
+        if len(input_ids) == 0:
+            # Not every attention kernel takes zero rows. One row stands in, and nothing of it is handed out: all
+            # gradients are zeros then, as an empty part's should be.
+            words, follows = self(
+                *(_one_row_like(tensor) for tensor in (input_ids, token_type_ids, attention_mask, positions))
+            )
+            return words[:0], None if follows is None else follows[:0]
+        hidden = self.bert.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)  # (B, L, H)
+        mask = None if attention_mask is None else attention_mask[:, None, None, :]
+        *layers, last = self.bert.encoder.layer
+        for layer in layers:
+            if self.checkpoint_activations and self.training:
+                hidden = checkpoint(_run_layer, layer, hidden, hidden, mask, use_reentrant=False)
+            else:
+                hidden = _run_layer(layer, hidden, hidden, mask)
+        pairs = self.bert.pooler is not None
+        if pairs:  # the pooler reads the first token
+            positions = torch.cat([positions.new_zeros(len(positions), 1), positions], dim=1)
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        chosen = _run_layer(last, hidden[rows, positions], hidden, mask)  # (B, P, H)
+        words = self.cls.predictions(chosen[:, int(pairs) :].flatten(0, 1))
+        return words, self.cls.seq_relationship(self.bert.pooler(chosen)) if pairs else None
+
+
+class MaskedLM(MaskedPositions, BertForMaskedLM):
+    """MLM alone."""
+
+
+class MaskedLMAndNextSentence(MaskedPositions, BertForPreTraining):
+    """MLM and next sentence prediction."""
+
+
+def _one_row_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.new_ones(1, *tensor.shape[1:])
+
+
+def _run_layer(layer, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """One encoder layer at the positions `chosen` (B, P, H), which attend to all of `hidden` (B, L, H)."""
+    inner = layer.attention.self
+    heads = inner.num_attention_heads
+    query, key, value = (
+        projection(states).unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, P or L, H / heads)
+        for projection, states in ((inner.query, chosen), (inner.key, hidden), (inner.value, hidden))
+    )
+    context = attention(query, key, value, mask, inner.dropout.p if layer.training else 0.0)
+    attended = layer.attention.output(context.transpose(1, 2).flatten(2), chosen)
+    return layer.output(layer.intermediate(attended), attended)
+
+
+# --- from flags -------------------------------------------------------------------------------------------------
+
+
+def build(args: Namespace, meta: dict, init_from: str | None = None) -> MaskedPositions:
+    """The model that the flags describe, for the corpus that `meta` describes, with weights from torch's seed, or
+    those of the folder or hub name `init_from`; heads that it lacks start anew.
+
+    Raises UserError where a config, a checkpoint and a corpus do not fit together.
+    """
+    kind = MaskedLMAndNextSentence if args.objective == "mlm+nsp" else MaskedLM
+    config = _config(args, meta, init_from)
+    for name, value in (("vocab_size", meta["vocab_size"]), ("max_position_embeddings", meta["sequence_length"])):
+        there, source = getattr(config, name), init_from or args.config_file or f"--preset {args.preset}"
+        if name == "vocab_size" and there != value:
+            raise UserError(
+                f"{source} has vocab_size {there}, but the vocabulary has {value} words: give the --vocab that it was "
+                "made for, or change vocab_size",
+                same_on_every_rank=True,
+            )
+        if there < value:
+            raise UserError(
+                f"--sequence-length is {value}, but {source} has {there} positions: give at most {there}, or raise "
+                "max_position_embeddings",
+                same_on_every_rank=True,
+            )
+    config.architectures = [pretrained.architecture_of(kind)]
+    net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
+    replace_dropout(net)
+    replace_linear(net)
+    net.checkpoint_activations = args.checkpoint_activations
+    return net.train()
+
+
+def _config(args: Namespace, meta: dict, init_from: str | None) -> BertConfig:
+    file = init_from or args.config_file
+    if init_from:
+        values = pretrained.open_config(init_from, flag="--init-from").to_dict()
+    elif file:
+        values = _read_config(file)
+    else:
+        layers, width, heads = PRESETS[args.preset]
+        values = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+        values |= {"intermediate_size": 4 * width, "vocab_size": meta["vocab_size"]}
+        values |= {"max_position_embeddings": max(512, meta["sequence_length"])}
+    if args.dropout is not None:
+        values |= {"hidden_dropout_prob": args.dropout, "attention_probs_dropout_prob": args.dropout}
+    values = {name: value for name, value in values.items() if name not in ("dtype", "torch_dtype", "architectures")}
+    values["pad_token_id"] = meta["special"]["pad"]
+    try:
+        config = BertConfig(**values, attn_implementation="sdpa")
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
+    except (TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file}: not a BERT config: {reason}", same_on_every_rank=True) from None
+    return config
+
+
+def _read_config(file: Path) -> dict:
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}", same_on_every_rank=True) from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}", same_on_every_rank=True) from None
+    kind = values.get("model_type", "bert") if isinstance(values, dict) else type(values).__name__
+    if kind != "bert":
+        raise UserError(f"{file} is of another architecture: model_type is {kind}, not bert", same_on_every_rank=True)
+    return values
+
+
+def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
+    """Sixteen hex digits of the architecture; also of the weights, where they are not drawn from the seed."""
+    own_to_a_node = ("_name_or_path", "transformers_version")
+    values = {name: value for name, value in net.config.to_dict().items() if name not in own_to_a_node}
+    text = json.dumps(values, sort_keys=True, default=str) + (pretrained.fingerprint(net) if with_weights else "")
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    """One number that depends on all outputs."""
+    return sum(output.sum() for output in outputs if output is not None)

@@ -1,0 +1,147 @@
+"""The handshake: every rank posts its view in the store, rank 0 compares them, all get the same verdict.
+
+The verdict is "go on", or one message that names the node, the field and both values. The store may still hold the
+keys of a run that died (torchrun's restarts, a file://), so only processes that answer a fresh token count:
+
+    every rank   entry = add(entries);  set(entry/view)
+    rank 0       set(entry/challenge, token)                    the token is new in each run
+    every rank   answer = add(token/answers);  set(token/answer, entry)
+    rank 0       all ranks have answered once, all views agree:  set(token/verdict)
+
+A rank makes a fixed number of requests besides the polling of one key, and rank 0 polls two counters, so the work
+grows with the number of ranks and no faster. `generation` counts the joins of one job: its members may join again
+later, on the same store.
+"""
+
+import json
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import RunError, UserError
+from common.join import meeting_file
+from common.join.leader import LINGER_SECONDS, Leader
+from common.join.store import SAY_EVERY_SECONDS
+from common.join.view import claimed_twice, place
+from common.join.waiting import Every, poll
+from common.launch.cli import JOIN_TIMEOUT_SECONDS
+from common.launch.layout import Worker
+
+LOCAL_DISK_SECONDS = 6.0  # a file:// that other machines cannot see is given up after this
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks have agreed on."""
+
+    store: dist.Store  # of this run and generation alone, whatever else the underlying store holds
+    views: list[dict]  # by rank
+    master_address: str  # of the master, as the other nodes reach it; empty where there are none
+
+
+def shake_hands(
+    worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, generation: int = 0
+) -> Verdict:
+    """Agree with all other ranks. Every rank must call this.
+
+    Raises UserError on every rank when they do not agree, RunError when one is missing at --join-timeout.
+    """
+    join = dist.PrefixStore(f"join/{generation}", store)
+    return _Handshake(worker, join, view, join_timeout_seconds).run(store, generation)
+
+
+class _Handshake:
+    """One rank's side of the handshake."""
+
+    def __init__(self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float):
+        self.worker, self.store, self.view = worker, store, view
+        layout = worker.layout
+        self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
+        self.on_local_disk = _advice_for_local_disk(worker)
+        shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
+        self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
+        self.is_time_to_speak = Every(SAY_EVERY_SECONDS)
+        self.leader = Leader(worker, store, view) if worker.is_main else None
+        self.entry, self.token = 0, ""
+
+    def run(self, store: dist.Store, generation: int) -> Verdict:
+        self.entry = self.store.add("entries", 1)
+        self.view["entry"] = self.entry
+        self.store.set(f"{self.entry}/view", json.dumps(self.view))
+        # The leader decides at the limit. The others wait a little longer, to hear what it has decided.
+        spare = 0 if self.leader or self.on_local_disk else LINGER_SECONDS
+        verdict = poll(self._advance, self.patience_seconds + spare, self._meanwhile)
+        if verdict is None and self.leader:
+            self.leader.decide(self._too_late(self.leader.missing()), missing=True)
+            verdict = poll(self._advance, LINGER_SECONDS)
+        if verdict is None:
+            raise RunError(self._too_late("rank 0"), same_on_every_rank=True)
+        self.store.add(f"{self.token}/heard", 1)
+        if self.leader:
+            self.leader.linger(verdict)
+        if problem := verdict.get("problem"):
+            raise (RunError if verdict.get("missing") else UserError)(problem, same_on_every_rank=True)
+        holder = verdict["views"][self.worker.rank]
+        if holder["entry"] != self.entry:  # this process came while the others were reading the verdict
+            raise UserError(claimed_twice(holder, self.view))
+        own = dist.PrefixStore(f"run/{self.token}/{generation}", store)
+        return Verdict(own, verdict["views"], verdict["master"])
+
+    def _advance(self) -> dict | None:
+        """Answer a new challenge; return the verdict when it is there. The leader also does its part."""
+        if self.leader:
+            self.leader.advance()
+        if self.token and (verdict := self._read(f"{self.token}/verdict")):
+            return json.loads(verdict)
+        # In a store that outlives its runs the first challenge may be a dying leader's: look for another one.
+        if not self.token or self.store_may_outlive_run:
+            challenge = self._read(f"{self.entry}/challenge")
+            if challenge and challenge != self.token:
+                self.token = challenge
+                answer = self.store.add(f"{challenge}/answers", 1)
+                self.store.set(f"{challenge}/answer/{answer}", str(self.entry))
+        return None
+
+    def _read(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _meanwhile(self, elapsed_seconds: float) -> None:
+        self._refuse_complete_run()
+        if self.worker.local_rank == 0 and self.is_time_to_speak():
+            missing = self.leader.missing() if self.leader else self._read("missing") or "rank 0"
+            left = max(0.0, self.patience_seconds - elapsed_seconds)
+            say(f"waiting for {missing}; giving up in {left:.0f} s", self.worker.rank)
+
+    def _too_late(self, missing: str) -> str:
+        fix = self.on_local_disk or "start it, or look at its log"
+        return f"{missing} did not come within {self.patience_seconds:.0f} s (--join-timeout): {fix}"
+
+    def _refuse_complete_run(self) -> None:
+        """A store that rank 0 serves lives as long as its run, and a run that is complete takes nobody in."""
+        if self.token or self.leader or self.store_may_outlive_run:
+            return
+        if taken := self._read("closed"):
+            places = json.loads(taken)
+            holder = places.get(str(self.worker.rank))
+            raise UserError(
+                f"rank {self.worker.rank} of {place(self.view)} comes to a run that is complete: "
+                + (f"the rank is held by {holder}" if holder else f"it has ranks 0 to {len(places) - 1}")
+                + f". Another run of ours holds {self.worker.layout.init_method}: "
+                "choose another --master-port on every node",
+                same_on_every_rank=True,
+            )
+
+
+def _advice_for_local_disk(worker: Worker) -> str:
+    """What to do when nobody comes to a file:// on a disk that only this machine sees; empty for any other place."""
+    url = worker.layout.init_method
+    kind = meeting_file.local_file_system(Path(url.removeprefix("file://"))) if url.startswith("file://") else None
+    if not kind or worker.layout.nodes == 1:
+        return ""
+    return (
+        f"{url} is on a disk of {socket.gethostname()} alone ({kind}), which no other machine can see: name a file in "
+        "a folder that all nodes share, or use tcp://HOST:PORT (or raise --join-timeout, if all are on this machine)"
+    )

@@ -1,0 +1,130 @@
+"""Rank 0's part of the handshake: challenge every entry, compare the views of those that answer, decide once."""
+
+import json
+import secrets
+
+import torch.distributed as dist
+
+from common.console import say
+from common.join.view import claimed_twice, difference, node_of, place, ranges
+from common.join.waiting import poll
+from common.launch.layout import Worker
+
+LINGER_SECONDS = 4.0  # rank 0 stays this long after a refusal, so that nodes that come late hear it
+
+
+class Leader:
+    """Rank 0 beside its own handshake; see handshake.py for the protocol."""
+
+    def __init__(self, worker: Worker, store: dist.Store, view: dict):
+        self.worker, self.store, self.view = worker, store, view
+        self.token = secrets.token_hex(8)
+        self.entries = self.answers = 0  # how many of each have been counted
+        self.without_view: set[int] = set()  # entries whose view has not come: its process may have died
+        self.without_entry: set[int] = set()  # answers of which only the number has come
+        self.challenged: dict[int, dict] = {}  # entry -> view, not answered: perhaps of a run that died
+        self.alive: dict[int, dict] = {}  # rank -> view
+        self.heard_by = 0  # living processes, which all read the verdict
+        self.expected = worker.world_size  # how many may come, by the largest world size that one of them has
+        self.decided = False
+        self.posted_missing = ""
+
+    def advance(self) -> None:
+        """Take in new entries and answers, and decide when there is something to decide."""
+        self._challenge_new_entries()
+        self._admit_new_answers()
+        if len(self.alive) == self.worker.world_size:
+            self.decide()
+        elif (missing := self.missing()) != self.posted_missing:
+            self.posted_missing = missing
+            self.store.set("missing", missing)
+
+    def _challenge_new_entries(self) -> None:
+        entries = self.store.add("entries", 0)
+        self.without_view |= set(range(self.entries + 1, entries + 1))
+        self.entries = entries
+        for entry in sorted(self.without_view):
+            if self.store.check([f"{entry}/view"]):
+                self.without_view.remove(entry)
+                self.challenged[entry] = json.loads(self.store.get(f"{entry}/view"))
+                self.store.set(f"{entry}/challenge", self.token)
+
+    def _admit_new_answers(self) -> None:
+        answers = self.store.add(f"{self.token}/answers", 0)
+        self.without_entry |= set(range(self.answers + 1, answers + 1))
+        self.answers = answers
+        for answer in sorted(self.without_entry):
+            if self.store.check([f"{self.token}/answer/{answer}"]):
+                self.without_entry.remove(answer)
+                view = self.challenged.pop(int(self.store.get(f"{self.token}/answer/{answer}")))
+                self.heard_by += 1
+                self.expected = max(self.expected, int(view["layout"]["world size"]))
+                self._admit(view)
+
+    def _admit(self, view: dict) -> None:
+        # Rank 0's own problem comes before another's, so that the message does not depend on who comes first.
+        troubled = next((one for one in (self.view, view) if one["problem"]), None)
+        problem = troubled and f"{place(troubled)}: {troubled['problem']}"
+        problem = problem or difference(self.view, view)
+        if not problem and view["rank"] in self.alive:
+            problem = claimed_twice(self.alive[view["rank"]], view)
+        problem = problem or self._same_gpu(view)
+        if problem:
+            self.decide(problem)
+        self.alive.setdefault(view["rank"], view)
+
+    def _same_gpu(self, view: dict) -> str:
+        """Two ranks that each see one GPU may see the same one, and NCCL's message would not say so."""
+        for other in self.alive.values():
+            if view["gpu"] and view["gpu"] == other["gpu"] and view["rank"] != other["rank"]:
+                return (
+                    f"{place(other)} and {place(view)} have the same GPU, {view['device']}, {view['gpu']}: "
+                    "give each rank its own (CUDA_VISIBLE_DEVICES, --device-id), or share it with --oversubscribe"
+                )
+        return ""
+
+    def missing(self) -> str:
+        """The ranks that have not come, by node where the layout tells: 'node 1 (ranks 8 to 9)'."""
+        absent = [rank for rank in range(self.worker.world_size) if rank not in self.alive]
+        sizes = self.worker.layout.gpus_per_node
+        if sizes is None:
+            return f"rank{'s' * (len(absent) > 1)} {ranges(absent)} of {self.worker.world_size}"
+        nodes = []
+        for node, size in enumerate(sizes):
+            first = sum(sizes[:node])
+            here = [rank for rank in absent if first <= rank < first + size]
+            if here:
+                nodes.append(f"node {node} (rank{'s' * (len(here) > 1)} {ranges(here)})")
+        return " and ".join(nodes) or "the last answers"
+
+    def decide(self, problem: str | None = None, missing: bool = False) -> None:
+        """Post the verdict: to go on, or why not. Only the first call counts."""
+        if self.decided:
+            return
+        self.decided = True
+        verdict: dict = {"problem": problem, "missing": missing}
+        if not problem:
+            verdict["views"] = [self.alive[rank] for rank in range(self.worker.world_size)]
+            reached = (view["addresses"]["master"] for view in verdict["views"] if node_of(view) != node_of(self.view))
+            verdict["master"] = next(filter(None, reached), "")
+            self._mention_the_dead()
+            places = {rank: f"{view['host']} (pid {view['pid']})" for rank, view in self.alive.items()}
+            self.store.set("closed", json.dumps(places))
+        self.store.set(f"{self.token}/verdict", json.dumps(verdict))
+
+    def _mention_the_dead(self) -> None:
+        url = self.worker.layout.init_method
+        if url.startswith("file://") and (dead := len(self.challenged) + len(self.without_view)):
+            say(f"{url} also holds {dead} processes of a run that has ended: they are passed over", self.worker.rank)
+
+    def linger(self, verdict: dict) -> None:
+        """Keep the store until all have read the verdict; after a refusal also a while for those still to come."""
+
+        def all_have_heard() -> bool:
+            everyone = self.heard_by >= self.expected or not verdict["problem"]
+            if everyone and self.store.add(f"{self.token}/heard", 0) >= self.heard_by:
+                return True
+            self.advance()
+            return False
+
+        poll(all_have_heard, LINGER_SECONDS)

@@ -1,0 +1,219 @@
+"""The process group of a job: join, connect, work, leave.
+
+Plain torch waits in silence when anything about a job is inconsistent. Here a store comes first, the handshake on it
+gives every rank the same verdict, and only then are the ranks connected. `join` and `connect` can be entered again on
+the store that is open: that is how the members of a job may change (see docs/exactness.md).
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.errors import ExplainedError, UserError, before_exit
+from common.join import devices, network
+from common.join.handshake import shake_hands
+from common.join.leader import LINGER_SECONDS
+from common.join.store import OpenStore, open_store
+from common.join.turn import Turn
+from common.join.view import difference, node_of, view_of
+from common.join.waiting import limit, poll
+from common.launch.layout import Worker
+from common.launch.options import JoinOptions
+
+LEAVE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group that is up: this rank's device, all ranks' views, and ways to wait that say what for."""
+
+    worker: Worker
+    device: torch.device
+    backend: str
+    views: list[dict]  # by rank
+    store: dist.Store
+    address: str  # where the ranks have met: tcp://host:port or file:///path
+    options: JoinOptions
+    turns: dict[str, Turn] = field(default_factory=dict)  # by name, all that have been entered
+
+    @contextlib.contextmanager
+    def others_wait(self, what: str) -> Iterator[None]:
+        """Rank 0 runs the body; the other ranks wait on the store until it is done, and skip nothing: they run the
+        body after it, so guard the work with `if worker.is_main`. Every rank must call this.
+
+        When rank 0's body fails, or its heartbeat stops for --timeout, all ranks raise the same.
+        """
+        turn = self._turn(what)
+        with turn.heartbeat():
+            if self.worker.is_main:
+                with turn.announcing("rank 0"):
+                    yield
+                return
+            turn.wait_for("rank 0", what, watched=[0])
+        yield
+
+    @contextlib.contextmanager
+    def first_on_node(self, what: str) -> Iterator[None]:
+        """The first worker of each node runs the body, then the node's others: for downloads and caches. All leave
+        together. Every rank must call this.
+
+        When one rank fails, or its heartbeat stops for --timeout, all raise the same.
+        """
+        turn = self._turn(what)
+        mine = self.views[self.worker.rank]
+        first = next(view["rank"] for view in self.views if node_of(view) == node_of(mine))
+        with turn.heartbeat():
+            with turn.announcing(f"rank {self.worker.rank}"):
+                if self.worker.rank != first:
+                    turn.wait_for(f"rank {first}", what, watched=[first])
+                yield
+            with turn.announcing(f"rank {self.worker.rank} waits"):
+                turn.wait_for_all(f"{what} on the other nodes")
+
+    @contextlib.contextmanager
+    def each_at_its_own_pace(self, what: str) -> Iterator[Callable[[], None]]:
+        """Every rank runs the body, and all leave together: for work that takes one rank far longer than another.
+        Every rank must call this.
+
+        The body gets a function to call between long pieces of work: it raises what another rank has announced as
+        failed. When one rank fails, or its heartbeat stops for --timeout, all raise the same.
+        """
+        turn = self._turn(what)
+        with turn.heartbeat():
+            with turn.announcing(f"rank {self.worker.rank}"):
+                yield turn.raise_failure
+                turn.raise_failure()
+            with turn.announcing(f"rank {self.worker.rank} waits"):
+                turn.wait_for_all(what)
+
+    def agree(self, **values: object) -> None:
+        """Raise the same UserError on every rank unless these values are the same on all. Every rank must call this."""
+        view = {**self.views[self.worker.rank], "agree": {name: str(value) for name, value in values.items()}}
+        views: list[dict] = [{}] * self.worker.world_size
+        dist.all_gather_object(views, view)
+        for other in views[1:]:
+            if problem := difference(views[0], other, ("agree",)):
+                raise UserError(problem, same_on_every_rank=True)
+
+    @property
+    def has_failed(self) -> bool:
+        """Has a failure been announced that this rank knows of?"""
+        return any(turn.failure for turn in self.turns.values())
+
+    def _turn(self, what: str) -> Turn:
+        name = f"{what}/{len(self.turns)}"
+        limits = self.options.timeout_seconds, self.options.work_timeout_seconds
+        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits)
+        return turn
+
+
+@contextlib.contextmanager
+def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
+    """Join the job, give the body a `Group`, and leave in order. Every rank must call this.
+
+    Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout.
+    """
+    device, backend, problem = choose(worker, options)
+    opened = open_store(worker, options)
+    joined = join(worker, options, opened, device, backend, problem)
+    connect(worker, options, device, backend, joined)
+    # Where rank 0 listens on all of its addresses, show the one that the others reach.
+    address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
+    group = Group(worker, device, backend, joined.views, joined.store, address, options)
+    try:
+        yield group
+    except ExplainedError as error:
+        if error.same_on_every_rank and not group.has_failed:  # all have heard of a failure that was announced
+            before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
+        raise
+    _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
+    dist.destroy_process_group()
+    if worker.is_main and worker.layout.init_method.startswith("file://"):
+        Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
+
+
+def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str]:
+    """(device, backend, problem). On one of several nodes a mistake becomes the `problem`, which the join tells to
+    all. Raises UserError where this node is the only one."""
+    try:
+        if worker.layout.problem:
+            raise UserError(worker.layout.problem)
+        devices.check_interface(options.interface)
+        return devices.choose_device(worker), devices.choose_backend(worker, options.backend), ""
+    except UserError as error:
+        if worker.layout.nodes == 1:
+            raise
+        return torch.device("cpu"), "gloo", str(error)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What the handshake gives: a store of this generation alone, every rank's view, and this node's address."""
+
+    store: dist.Store
+    views: list[dict]  # by rank
+    own_address: str  # under which the other nodes reach this one
+
+
+def join(
+    worker: Worker,
+    options: JoinOptions,
+    opened: OpenStore,
+    device: torch.device,
+    backend: str,
+    problem: str = "",
+    generation: int = 0,
+) -> Joined:
+    """Agree with all ranks, without connecting them yet. Every rank must call this.
+
+    A `problem` of this rank ends the run on every rank, so that nobody waits for one that is not coming. Raises
+    UserError or RunError on every rank, as `process_group` does. May be called again on the same store, with the next
+    `generation` on every rank.
+    """
+    addresses = {"own": opened.own_address, "master": opened.master_address}
+    view = view_of(worker, options, device, backend, addresses, problem)
+    seconds = options.join_timeout_seconds
+    with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)"):
+        verdict = shake_hands(worker, opened.store, view, seconds, generation)
+    own = opened.own_address
+    if not options.interface and network.is_local(verdict.master_address or "localhost"):
+        own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
+    _name_interface(options, own)
+    return Joined(verdict.store, verdict.views, own)
+
+
+def _name_interface(options: JoinOptions, own_address: str) -> None:
+    """Tell gloo and NCCL the interface that reaches the other ranks, where the user named none.
+
+    gloo would resolve this machine's host name instead, which is often 127.0.1.1 or nothing at all.
+    """
+    interface = options.interface or network.interface_of(own_address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
+    """Connect the ranks after `join`. Every rank must call this. To join again, first destroy the process group."""
+    with limit(options.timeout_seconds, worker.rank, "connecting the ranks (--timeout)"):
+        dist.init_process_group(
+            backend,
+            store=joined.store,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            timeout=timedelta(seconds=options.timeout_seconds),
+            device_id=device if backend == "nccl" else None,
+        )
+
+
+def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
+    """Rank 0, whose process may hold the store, leaves last: another rank may still be on its way out of a wait."""
+    store.add("left", 1)
+    if worker.is_main:
+        poll(lambda: store.add("left", 0) >= worker.world_size, seconds)

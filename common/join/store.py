@@ -1,0 +1,155 @@
+"""The store where the ranks meet, opened: rank 0 serves it over TCP, or all share a file, or the launcher serves it."""
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import RunError, UserError
+from common.join import meeting_file, network
+from common.join.waiting import Every, poll
+from common.launch.addresses import host_and_port, tcp_address
+from common.launch.layout import Worker
+from common.launch.options import JoinOptions
+
+SAY_EVERY_SECONDS = 4.0
+ANSWER_SECONDS = 4.0  # in which a store answers its first question
+CONNECT_SECONDS = 2.0
+HOST = "served by"  # the key under which a run says whose store this is
+WILDCARDS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A store that answers, and the addresses of the way there."""
+
+    store: dist.Store
+    own_address: str  # of this node, as far as the way to the master tells
+    master_address: str  # of the master, as this rank reached it; empty on the rank that serves the store
+
+
+def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
+    """Open the store at the layout's `init_method`. Waits for the master, at most --join-timeout.
+
+    Raises UserError for an address or port that cannot be right, RunError when the master does not come.
+    """
+    url = worker.layout.init_method
+    if url.startswith("file://"):
+        path = meeting_file.check(url)
+        return OpenStore(dist.FileStore(str(path), worker.world_size), network.own_address(options.interface), "")
+    host, port = host_and_port(url)
+    if not network.resolve(host):
+        raise UserError(
+            f"{worker.layout.meeting[0]} is {host}, which {socket.gethostname()} cannot resolve: "
+            "give a name or an address"
+        )
+    # A rank 0 that was given another machine's address joins there, where the mistake gets a name: -i 0 typed twice.
+    if worker.is_main and worker.layout.hosts_store and network.is_local(host):
+        return _serve(worker, host, port, options)
+    own, master = _wait_for_master(worker, host, port, options.join_timeout_seconds)
+    store = _connect(host, port, options.join_timeout_seconds)
+    if store is None:
+        raise UserError(
+            f"{url} answers, but not as node 0 of a run would: another program holds that port, "
+            "or --master-addr and --master-port are not those of node 0",
+            same_on_every_rank=True,
+        )
+    return OpenStore(store, own, master)
+
+
+def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
+    """Rank 0: serve the store in this process, and print the command for each other node."""
+    timeout = timedelta(seconds=options.join_timeout_seconds)
+    try:
+        store = dist.TCPStore(
+            "localhost" if host == "0.0.0.0" else host, port, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "in use" not in str(error):
+            raise
+        raise UserError(
+            f"{worker.layout.meeting[1]} {port} on {socket.gethostname()} is held by {_holder(port)}: "
+            "choose another port on every node, or end that program"
+        ) from None
+    store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
+    own = network.own_address(options.interface) if host in WILDCARDS else network.resolve(host)[0]
+    if worker.layout.gpus_per_node and worker.layout.nodes > 1:
+        address = own if host in WILDCARDS else host
+        for node in range(1, worker.layout.nodes):
+            say(f"on node {node} run: {_command_for(node, address, port)}", worker.rank)
+    alone = worker.layout.nodes == 1 and not options.interface
+    return OpenStore(store, "127.0.0.1" if alone else own, "")
+
+
+def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | None:
+    """The store that is served at host:port; None where something else listens there.
+
+    TCPStore waits without a limit for the first answer of whatever it meets. Hence the thread, which is left behind.
+    """
+    found: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+            store.check([HOST])
+            found.append(store)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return found[0] if found else None
+
+
+def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
+    """Wait until something listens at host:port, and say so. Returns (our address, its) of that connection."""
+    first = "node 0" if worker.layout.nodes else "rank 0"
+    where = f"the master ({first}) at {tcp_address(host, port)} does not answer"
+    reason, is_time = "", Every(SAY_EVERY_SECONDS)
+
+    def reach() -> tuple[str, str] | None:
+        nonlocal reason
+        try:
+            return network.source_address(host, port, CONNECT_SECONDS)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return None
+
+    def report(elapsed: float) -> None:
+        if worker.local_rank == 0 and is_time():
+            say(f"{where}: {reason}; trying for {timeout_seconds - elapsed:.0f} s more", worker.rank)
+
+    addresses = poll(reach, timeout_seconds, report)
+    if addresses is None:
+        raise RunError(
+            f"{where}: {reason}, for {timeout_seconds:.0f} s (--join-timeout): is {first} started, "
+            f"and are {', '.join(dict.fromkeys(worker.layout.meeting))} and the firewall right?",
+            same_on_every_rank=True,
+        )
+    return addresses
+
+
+def _command_for(node: int, address: str, port: int) -> str:
+    """The command line of this process as another node must type it."""
+    ours = ("-i", "--node-rank", "--master-addr", "--master-port", "--interface", "--out-dir")
+    kept, skip = [], False
+    for part in sys.argv[1:]:
+        if not skip and part.partition("=")[0] not in ours and not re.fullmatch(r"-i\d+", part):
+            kept.append(part)
+        skip = part in ours
+    return shlex.join([sys.argv[0], *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
+
+
+def _holder(port: int) -> str:
+    """Who listens on a local port: a run of ours says so itself in its store."""
+    store = _connect("127.0.0.1", port, ANSWER_SECONDS)
+    if store is not None and store.check([HOST]):
+        return f"another run of ours ({store.get(HOST).decode()})"
+    return "another program"

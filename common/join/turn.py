@@ -1,0 +1,154 @@
+"""One piece of work that some ranks do while the others wait: on the store, not in a collective that times out.
+
+turn/WHAT/NUMBER/heartbeat/RANK     counted up each second by every rank that is inside
+                /done/NAME          NAME has done its part
+                /failed             the first failure, as JSON; /heard counts the ranks that know of it
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import ExplainedError, RunError, UserError, before_exit
+from common.join.view import place
+from common.join.waiting import Every, limit, poll
+from common.launch.layout import Worker
+
+HEARTBEAT_SECONDS = 1.0
+LINGER_SECONDS = 4.0  # rank 0, whose process may hold the store, stays this long after a failure
+SAY_EVERY_SECONDS = 40.0
+
+
+class Turn:
+    """One such piece of work, seen from one rank. Every rank makes a Turn of the same name."""
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        worker: Worker,
+        views: list[dict],
+        timeout_seconds: float,  # after which a rank without a heartbeat counts as dead
+        work_timeout_seconds: float,  # for the work itself
+    ):
+        self.worker, self.views = worker, views
+        self.store = dist.PrefixStore(f"turn/{name}", store)
+        self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
+        self.failure: dict | None = None  # this rank's, or one that it has heard of
+        self.lock = threading.Lock()  # the heartbeat thread looks for failures too
+
+    @contextlib.contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Run a heartbeat thread beside the body, because a store does not notice a dead rank as a collective does.
+
+        It also looks for failures: rank 0, which may serve the store, exits soon after one, perhaps while this rank
+        is still at work.
+        """
+        stop = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
+                while not stop.wait(HEARTBEAT_SECONDS):
+                    with limit(self.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"):
+                        self.store.add(f"heartbeat/{self.worker.rank}", 1)
+                        self.known_failure()
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    @contextlib.contextmanager
+    def announcing(self, name: str) -> Iterator[None]:
+        """Tell the other ranks when the body is done, or what went wrong in it."""
+        try:
+            yield
+            self.store.set(f"done/{name}", "")
+        except BaseException as error:
+            before_exit(error, self._linger)
+            with self.lock:
+                if self.failure:  # another rank was first, and has announced it
+                    raise
+                self.failure = {"message": str(error) or type(error).__name__, "mistake": isinstance(error, UserError)}
+            with contextlib.suppress(RuntimeError):  # the store may be gone already
+                self.store.set("failed", json.dumps(self.failure))
+                self.store.add("heard", 1)
+            raise
+
+    def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
+        """Wait until `name` is done, and say after a while that we wait for `what`.
+
+        Raises what another rank has announced as failed, and RunError when one of the ranks `watched` stops its
+        heartbeat for --timeout, or the work takes longer than --work-timeout.
+        """
+        check_heartbeats = self._heartbeat_checker(watched)
+        is_time_to_speak = Every(SAY_EVERY_SECONDS)
+
+        def meanwhile(elapsed_seconds: float) -> None:
+            self.raise_failure()
+            check_heartbeats()
+            if self.worker.local_rank == 0 and is_time_to_speak():
+                say(f"waiting for {what} ({elapsed_seconds:.0f} s)", self.worker.rank)
+
+        most = self.work_timeout_seconds
+        with limit(most + LINGER_SECONDS, self.worker.rank, f"the wait for {what} (--work-timeout)"):
+            if not poll(lambda: self.store.check([f"done/{name}"]), most, meanwhile):
+                raise RunError(
+                    f"gave up waiting for {what} after {most:.0f} s (--work-timeout): see what that rank or node says"
+                )
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until every rank has come here. The last one sets a key, so that each rank asks for one key only.
+
+        Rank 0 watches the heartbeats of all, and they watch rank 0's: what it finds ends its process or is announced.
+        """
+        if self.store.add("through", 1) == self.worker.world_size:
+            self.store.set("done/all", "")
+        self.wait_for("all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
+
+    def known_failure(self) -> dict | None:
+        """The failure that this rank knows of, its own or another's. The store counts who has heard of it."""
+        with self.lock:
+            if not self.failure and self.store.check(["failed"]):
+                self.failure = json.loads(self.store.get("failed"))
+                self.store.add("heard", 1)
+            return self.failure
+
+    def raise_failure(self) -> None:
+        """Raise what another rank has announced as failed, where one has."""
+        if failure := self.known_failure():
+            kind: type[ExplainedError] = UserError if failure["mistake"] else RunError
+            error = kind(failure["message"], same_on_every_rank=True)
+            before_exit(error, self._linger)
+            raise error
+
+    def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
+        """A function that raises RunError when one of these ranks has had no heartbeat for --timeout."""
+        last = {rank: (0, time.monotonic()) for rank in watched}
+        is_time = Every(HEARTBEAT_SECONDS)
+
+        def check() -> None:
+            if not is_time():
+                return
+            now = time.monotonic()
+            for rank, (count, since) in last.items():
+                if (beats := self.store.add(f"heartbeat/{rank}", 0)) != count:
+                    last[rank] = beats, now
+                elif now - since > self.timeout_seconds:
+                    silence = f"has had no heartbeat for {self.timeout_seconds:.0f} s (--timeout)"
+                    raise RunError(f"{place(self.views[rank])} {silence}: see its log")
+
+        return check
+
+    def _linger(self) -> None:
+        """Rank 0 waits until all ranks have heard of the failure: the store may end with its process."""
+        if self.worker.is_main:
+            poll(lambda: self.store.add("heard", 0) >= self.worker.world_size, LINGER_SECONDS)

@@ -1,0 +1,85 @@
+"""A *view*: what one rank believes about the job and about itself, as plain JSON. Views are compared by rank 0."""
+
+import os
+import socket
+
+import torch
+
+from common.launch.cli import shown
+from common.launch.layout import Layout, Worker
+from common.launch.options import JoinOptions
+from common.version import versions
+
+LAYOUT_FIELDS = {"gpus_per_node": "-g/--gpus", "world_size": "world size", "nodes": "-n/--nodes"}
+COMPARED = ("versions", "layout", "backend", "flags")  # sections, in the order in which a difference is reported
+
+
+def view_of(
+    worker: Worker, options: JoinOptions, device: torch.device, backend: str, addresses: dict[str, str], problem: str
+) -> dict:
+    """This rank's view. `problem` is a mistake that only this rank can see, or an empty string."""
+    on_gpu = device.type == "cuda"
+    return {
+        "rank": worker.rank,
+        "local_rank": worker.local_rank,
+        "nodes": worker.layout.nodes,
+        "node_rank": worker.node_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": f"{device} ({torch.cuda.get_device_name(device) if on_gpu else 'CPU'})",
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if on_gpu and not options.oversubscribe else "",
+        "source": worker.layout.source,
+        "addresses": addresses,
+        "layout": _layout(worker.layout),
+        "versions": versions(),
+        "backend": {"--backend": backend},
+        "flags": dict(options.agreed_flags or {}),
+        "problem": problem,
+    }
+
+
+def _layout(layout: Layout) -> dict[str, str]:
+    return {label: shown(getattr(layout, name)) for name, label in LAYOUT_FIELDS.items()}
+
+
+def node_of(view: dict) -> tuple[int, str]:
+    """What tells one node from another: hosts may share a name, and not every launcher numbers the nodes."""
+    return view["node_rank"], view["host"]
+
+
+def place(view: dict) -> str:
+    """Where a rank is, for messages: "node 1 (nodeb, rank 8)"."""
+    if view["nodes"] == 0:  # the launcher does not number the nodes
+        return f"{view['host']} (rank {view['rank']})"
+    return f"node {view['node_rank']} ({view['host']}, rank {view['rank']})"
+
+
+def difference(first: dict, other: dict, sections: tuple[str, ...] = COMPARED) -> str | None:
+    """The first field in which two views differ, as a sentence with both nodes and both values."""
+    for section in sections:
+        for name in first[section] | other[section]:
+            mine, theirs = (view[section].get(name, "not given") for view in (first, other))
+            if mine != theirs:
+                places = f"{place(other)} has {name} {theirs}, but {place(first)} has {mine}"
+                return f"{places}: make them the same on every node"
+    return None
+
+
+def claimed_twice(first: dict, second: dict) -> str:
+    """The message for two processes that both say that they are this rank."""
+    places = " and ".join(f"{view['host']} (pid {view['pid']}, {view['source']})" for view in (first, second))
+    return (
+        f"rank {first['rank']} is claimed twice, by {places}: give every node a number of its own "
+        "(-i/--node-rank, or --distributed-rank)"
+    )
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0 to 2, 5'."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -1,0 +1,69 @@
+"""How everything in the join waits: with a limit, in one place."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from common.console import say
+from common.errors import RunError
+
+Found = TypeVar("Found")
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5
+PAUSE = 0.1  # of the time that has passed: who waits long may notice a little later, and asks the store less
+
+
+def _nothing(elapsed_seconds: float) -> None:
+    pass
+
+
+def poll(ready: Callable[[], Found], seconds: float, meanwhile: Callable[[float], None] = _nothing) -> Found | None:
+    """Call `ready()` until it returns something true, for at most `seconds`. Returns that, or None.
+
+    `meanwhile(elapsed_seconds)` runs before each pause. It may print whom we wait for, or raise.
+    """
+    began = time.monotonic()
+    while not (found := ready()):
+        elapsed = time.monotonic() - began
+        if elapsed > seconds:
+            return None
+        meanwhile(elapsed)
+        pause = min(max(PAUSE * elapsed, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        time.sleep(min(pause, max(seconds - elapsed, 0.001)))
+    return found
+
+
+class Every:
+    """True once in so many seconds: for lines that must not come too often."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.last = seconds, time.monotonic()
+
+    def __call__(self) -> bool:
+        if time.monotonic() - self.last < self.seconds:
+            return False
+        self.last = time.monotonic()
+        return True
+
+
+@contextlib.contextmanager
+def limit(seconds: float, rank: int, what: str) -> Iterator[None]:
+    """End this process, with one line, when the body takes longer. For calls into torch that may never return.
+
+    A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
+    never be reached.
+    """
+
+    def give_up() -> None:
+        say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
+        os._exit(RunError.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

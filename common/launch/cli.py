@@ -1,0 +1,297 @@
+"""The flags that all trainers share, in groups, and the records that are made of them. Imports no torch.
+
+Each flag belongs to three questions, and the answer to the last two is "yes" unless the parser says otherwise:
+
+    which group of --help        add_batch_flags, add_training_flags, ...
+    same on every node?          the join compares it, unless `may_differ` names it
+    same in a resumed run?       a checkpoint compares it, unless `may_change` names it
+
+So a flag that somebody adds is compared everywhere until they say that it need not be.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions, LayoutFlags, RunOptions
+
+JOIN_TIMEOUT_SECONDS = 300.0
+# may differ between the nodes of one job
+MAY_DIFFER = {
+    *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
+    *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
+    *("out_dir", "device", "oversubscribe", "tensorboard"),
+}
+LAYOUT = {field.name for field in fields(LayoutFlags)}
+# may change when a run is resumed: where and how it computes, and how long, but not what it optimises
+MAY_CHANGE = {
+    *LAYOUT,
+    *("interface", "join_timeout", "timeout", "work_timeout", "backend"),
+    *("global_batch", "batch_per_gpu", "micro_batch", "shares", "eval_batch", "max_steps", "precision", "compile"),
+    *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
+}
+NOT_FLAGS = {"may_differ", "may_change"}  # what `set_defaults` adds for this module
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows descriptions as they are written, and a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if silent else super()._get_help_string(action)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the layout flags. It takes no abbreviations, so that `--step` cannot come to mean `--max-steps`."""
+    result = argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
+    add_layout_flags(result)
+    result.set_defaults(may_differ=MAY_DIFFER, may_change=MAY_CHANGE)
+    return result
+
+
+def may_differ(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Let these flags differ between nodes, such as paths. Compare what they lead to with `Group.agree`.
+
+    They may change in a resumed run too: what they lead to is in the checkpoint's identity.
+    """
+    parser.set_defaults(may_differ=parser.get_default("may_differ") | set(names))
+    may_change(parser, *names)
+
+
+def may_change(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Let these flags differ between a run and its resumption, because they do not change what is optimised."""
+    parser.set_defaults(may_change=parser.get_default("may_change") | set(names))
+
+
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layout: which processes, where (leave out under torchrun)")
+    group.add_argument("-n", "--nodes", type=positive_int, metavar="N", help="number of nodes")
+    group.add_argument("-g", "--gpus", type=gpus_per_node, metavar="A,B,...", help="GPUs of each node, such as 8,2")
+    group.add_argument("-i", "--node-rank", type=natural_int, metavar="K", help="this node's number; 0 is the master")
+    group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
+    group.add_argument("--master-port", type=port, metavar="PORT", help="port of node 0 (29500)")
+    group.add_argument("--interface", metavar="NAME", help="network interface; found by itself when left out")
+    group.add_argument(
+        "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
+    )
+    group.add_argument(
+        "--timeout", type=positive_float, default=600.0, metavar="S", help="limit of a collective and of silence"
+    )
+    group.add_argument(
+        "--work-timeout",
+        type=positive_float,
+        default=7200.0,
+        metavar="S",
+        help="limit of one rank's own work, such as a download, that the others wait for",
+    )
+    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto takes GPUs if there are")
+    group.add_argument(
+        "--backend",
+        "--distributed-backend",
+        choices=("auto", "nccl", "gloo", "mpi", "ucc"),
+        default="auto",
+        help="collectives",
+    )
+    group.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs over gloo, for study")
+    _add_hetseq_flags(parser)
+
+
+def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layout, in HetSeq's and fairseq's words (instead of -n, -g and -i)")
+    group.add_argument(
+        "--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://"
+    )
+    group.add_argument("--distributed-world-size", type=positive_int, metavar="W", help="processes of all nodes")
+    group.add_argument("--distributed-gpus", type=positive_int, metavar="G", help="processes to start here")
+    group.add_argument("--distributed-rank", type=natural_int, metavar="R", help="rank of the first process here")
+    group.add_argument("--distributed-no-spawn", action="store_true", help="this process is the one of that rank")
+    group.add_argument(
+        *("--device-id", "--local-rank", "--local_rank"), type=natural_int, metavar="D", help="GPU of this one process"
+    )
+
+
+def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
+    group = parser.add_argument_group("batches (samples per optimizer step; the result does not depend on the layout)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--global-batch", type=positive_int, default=global_batch, metavar="B", help="over all ranks")
+    size.add_argument("--batch-per-gpu", type=positive_int, metavar="B", help="instead: global batch = B x ranks")
+    group.add_argument("--micro-batch", type=positive_int, metavar="B", help="most samples in one forward on a rank")
+    group.add_argument("--shares", type=shares, metavar="A,B,...", help="each rank's weight in the global batch")
+    group.add_argument(
+        "--eval-batch", type=positive_int, default=1000, metavar="B", help="samples a rank evaluates at once"
+    )
+
+
+def add_training_flags(parser: argparse.ArgumentParser, epochs: int, lr: float) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the training data")
+    group.add_argument("--max-steps", type=positive_int, metavar="S", help="stop after so many optimizer steps")
+    group.add_argument("--lr", type=positive_float, default=lr, help="peak learning rate")
+    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help="AdamW's, on matrices")
+    group.add_argument(
+        "--clip-norm", type=positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
+    )
+    group.add_argument("--seed", type=natural_int, default=0, help="weights, order, masks and dropout follow from it")
+    group.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs"
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    return group
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("files")
+    group.add_argument(
+        "--out-dir", type=Path, metavar="DIR", help="runs/NAME-0001, the next free number, when left out"
+    )
+    group.add_argument(
+        "--resume", nargs="?", const="auto", metavar="auto|PATH", help="go on from a checkpoint, any layout"
+    )
+    group.add_argument("--save-every", type=positive_int, metavar="S", help="steps between checkpoints (each epoch)")
+    group.add_argument("--keep", type=positive_int, default=3, metavar="K", help="checkpoints to keep")
+    group.add_argument("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
+    group.add_argument(
+        "--log-every", type=positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
+    )
+    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
+
+
+# --- what follows from several flags -----------------------------------------------------------------------------
+
+
+def check_training(args: argparse.Namespace, layout: Layout) -> None:
+    """Refuse combinations of flags that cannot work, before anything is started. Raises UserError."""
+    if args.eval_only and args.resume is None:
+        raise UserError(
+            "--eval-only has nothing to evaluate: name a checkpoint with --resume PATH, or --resume for the last"
+        )
+    if args.shares and len(args.shares) != layout.world_size:
+        raise UserError(
+            f"--shares has {len(args.shares)} weights, but the job has {layout.world_size} ranks: give each rank one"
+        )
+
+
+def global_batch(args: argparse.Namespace, world_size: int) -> int:
+    """Samples per optimizer step over all ranks, from --global-batch or --batch-per-gpu."""
+    return args.batch_per_gpu * world_size if args.batch_per_gpu else args.global_batch
+
+
+def recipe(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that a resumed run must share with the run before: all that `may_change` does not name."""
+    return {name: plain(value) for name, value in vars(args).items() if name not in args.may_change | NOT_FLAGS}
+
+
+def layout_flags(args: argparse.Namespace) -> LayoutFlags:
+    """The flags that decide the layout."""
+    return LayoutFlags(**{name: getattr(args, name) for name in LAYOUT})
+
+
+def join_options(args: argparse.Namespace) -> JoinOptions:
+    """How to join, with the flags that must agree between the nodes as a person would type them."""
+    compared_as_layout = {"gpus", "nodes"}
+    unchecked = args.may_differ | NOT_FLAGS | compared_as_layout
+    agreed = {name: value for name, value in vars(args).items() if name not in unchecked}
+    return JoinOptions(
+        backend=args.backend,
+        interface=args.interface,
+        oversubscribe=args.oversubscribe,
+        join_timeout_seconds=args.join_timeout,
+        timeout_seconds=args.timeout,
+        work_timeout_seconds=args.work_timeout,
+        agreed_flags={f"--{name.replace('_', '-')}": shown(value) for name, value in agreed.items()},
+    )
+
+
+def run_options(args: argparse.Namespace, name: str) -> RunOptions:
+    """What a run of the trainer `name` writes, and where."""
+    return RunOptions(
+        name=name,
+        out_dir=args.out_dir,
+        resume=args.resume,
+        eval_only=args.eval_only,
+        log_every=args.log_every,
+        tensorboard=args.tensorboard,
+        unit=getattr(args, "unit", "samples"),
+        flags={name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS},
+    )
+
+
+def shown(value: object) -> str:
+    """A flag's value as a person would type it: (8, 2) as 8,2."""
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def plain(value: object) -> Any:
+    """A flag's value as JSON has it."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+# --- types: each says what is allowed ----------------------------------------------------------------------------
+
+
+def _number(kind: type, text: str, allowed: str, condition: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not condition(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give {allowed}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    return _number(int, text, "a whole number of 1 or more", lambda value: value >= 1)
+
+
+def natural_int(text: str) -> int:
+    return _number(int, text, "a whole number of 0 or more", lambda value: value >= 0)
+
+
+def port(text: str) -> int:
+    return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
+
+
+def positive_float(text: str) -> float:
+    return _number(float, text, "a number above 0", lambda value: value > 0)
+
+
+def non_negative_float(text: str) -> float:
+    return _number(float, text, "a number of 0 or more", lambda value: value >= 0)
+
+
+def probability(text: str) -> float:
+    return _number(float, text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def percent(text: str) -> float:
+    """A percentage as a fraction: 99 -> 0.99."""
+    return _number(float, text, "a percentage above 0 and up to 100, such as 99", lambda value: 0 < value <= 100) / 100
+
+
+def gpus_per_node(text: str) -> tuple[int, ...]:
+    try:
+        gpus = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        gpus = ()
+    if not gpus or min(gpus) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: name the GPUs of each node, 1 or more, such as 8,2")
+    return gpus
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: name a weight of 0 or more for each rank, such as 4,4,1"
+        )
+    return weights

@@ -1,0 +1,52 @@
+"""What the flags say, as small frozen records. Below the trainers' entries nothing sees the whole Namespace."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayoutFlags:
+    """Which processes run where, as typed; None or False for a flag that was left out."""
+
+    nodes: int | None = None
+    gpus: tuple[int, ...] | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    device: str = "auto"
+    oversubscribe: bool = False
+    distributed_init_method: str | None = None
+    distributed_world_size: int | None = None
+    distributed_gpus: int | None = None
+    distributed_rank: int | None = None
+    distributed_no_spawn: bool = False
+    device_id: int | None = None
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """How the ranks join, and what must be the same on all of them."""
+
+    backend: str = "auto"
+    interface: str | None = None
+    oversubscribe: bool = False
+    join_timeout_seconds: float = 300.0
+    timeout_seconds: float = 600.0  # of one collective, and of a rank without a heartbeat
+    work_timeout_seconds: float = 7200.0  # of one rank's own work that the others wait for
+    agreed_flags: Mapping[str, str] | None = None  # flag -> value as typed; the join compares them between the ranks
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run writes, and where."""
+
+    name: str  # of the folder runs/NAME-0001
+    out_dir: Path | None
+    resume: str | None  # None, "auto" or a path
+    eval_only: bool
+    log_every: int  # steps between rows of metrics.jsonl
+    tensorboard: bool
+    unit: str  # what a batch is counted in: samples or rows
+    flags: Mapping[str, Any]  # all of them, as plain JSON, for run.json

@@ -1,0 +1,40 @@
+"""From a command line to running workers. A trainer's entry calls `main` and nothing else.
+
+-n/-g/-i, HetSeq's flags, or no flags    this process starts a worker for each place, and supervises them
+one place only, torchrun, srun, mpirun   this process is the worker
+"""
+
+import importlib.util
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import NoReturn
+
+from common.errors import ExplainedError, UserError
+from common.launch import cli, supervisor, worker
+from common.launch.detect import layout_from
+from common.launch.layout import Layout
+
+
+def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout], None] | None = None) -> NoReturn:
+    """Parse the flags, find the layout, and run `target` on each worker of this node.
+
+    `target` is written "module:function" and is called as `function(worker, args)`; the module is imported after the
+    flags have been checked, so `--help` and wrong flags need no torch. `check(args, layout)` may refuse further
+    combinations of flags with UserError.
+
+    Never returns. Exit code 0: every worker ended well; 2: a user's mistake; another number: any other failure.
+    """
+    args = parser.parse_args()
+    try:
+        layout = layout_from(cli.layout_flags(args))
+        if check:
+            check(args, layout)
+        if importlib.util.find_spec("torch") is None:
+            raise UserError(f"{sys.executable} has no torch: use .venv/bin/python, which `make .venv` makes")
+    except ExplainedError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    workers = layout.workers()
+    if len(workers) > 1:
+        sys.exit(supervisor.supervise(target, workers, args))
+    worker.run(target, workers[0], args)

@@ -1,0 +1,107 @@
+"""Start one process for each worker of this node, watch them, and end them together.
+
+On Linux the supervisor imports the trainer's module once and forks the workers: eight start in the time of one, and
+share the memory of what was imported. It must not use CUDA, threads or torch's thread pool before that. Elsewhere
+each worker is a fresh interpreter that imports the module itself.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from common.console import say
+from common.launch import worker
+from common.launch.layout import Worker
+
+GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
+KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
+LOOK_SECONDS = 1.0  # a process that a worker has left behind may hold its sentinel open: look at exit codes too
+INTERRUPTED = 130  # as shells report SIGINT
+
+
+def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
+    """Run all workers to their end. The first that fails ends the others. Returns its exit code, or 0."""
+    try:
+        signal.signal(signal.SIGTERM, _raise_interrupt)
+        context = _context(target)
+        return _run_all([_process(context, target, one, args) for one in workers])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _context(target: str) -> BaseContext:
+    """How to start the workers: by fork, with the module in memory already, or afresh."""
+    if sys.platform != "linux":  # Windows has no fork, and macOS' frameworks do not survive one
+        return multiprocessing.get_context("spawn")
+    # A module that asks at import whether CUDA is available would otherwise start CUDA's driver here, and a process
+    # that was forked after that cannot use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    worker.load(target)
+    return multiprocessing.get_context("fork")
+
+
+def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseProcess:
+    return context.Process(target=worker.run, args=(target, place, args, True), name=f"rank {place.rank}")
+
+
+def _run_all(processes: list[BaseProcess]) -> int:
+    try:
+        for process in processes:
+            process.start()
+        return _wait_for_all(processes)
+    except OSError as error:
+        say(f"error: could not start the workers: {error.strerror}", error=True)
+        return 1
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # a second Ctrl-C must not keep us from ending a stopped worker
+            signal.signal(number, signal.SIG_IGN)
+        _end([process for process in processes if process.pid])
+
+
+def _wait_for_all(processes: list[BaseProcess]) -> int:
+    running = list(processes)
+    first_failure, deadline = 0, float("inf")
+    while running and time.monotonic() < deadline:
+        wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
+        ended = [process for process in running if process.exitcode is not None]
+        running = [process for process in running if process not in ended]
+        for process in ended:
+            if process.exitcode and not first_failure:
+                first_failure = _exit_code(process)
+                deadline = time.monotonic() + GRACE_SECONDS
+    return first_failure
+
+
+def _exit_code(process: BaseProcess) -> int:
+    """The worker's exit code. A signal becomes 128 + its number, as in shells, and is worth a line."""
+    code = process.exitcode or 0
+    if code >= 0:
+        return code
+    name = signal.Signals(-code).name
+    hint = " (out of memory? see `dmesg`)" if name == "SIGKILL" else ""
+    say(f"{process.name} was ended by {name}{hint}; ending the other workers of this node")
+    return 128 - code
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """No worker outlives its supervisor: SIGTERM, then SIGKILL for those that do not end."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + KILL_SECONDS
+    for process in alive:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,116 @@
+"""One worker's life in its process: run the trainer's function, turn what went wrong into one line, and exit."""
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from typing import NoReturn
+
+from common.console import say
+from common.errors import ExplainedError
+from common.launch.layout import Worker
+
+LEAVE_SECONDS = 5.0  # for a rank that has failed to stay until the others have heard of it
+PARENT_POLL_SECONDS = 1.0
+INTERRUPTED = 130
+
+# what gloo and NCCL say on the survivors when another rank has died
+LOST_CONTACT = (
+    "closed by peer",
+    "Connection was likely closed",
+    "recvValue failed",
+    "remote process exited",
+    "ncclRemoteError",
+    "communicator was aborted",
+    "reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "connectFullMesh",
+    "Socket closed",
+)
+
+
+def load(target: str) -> Callable[[Worker, Namespace], None]:
+    """The function that "module:function" names."""
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) -> NoReturn:
+    """Call the function `target` with this worker and the flags, and end the process.
+
+    Success is an ordinary exit: `atexit`, profilers and coverage do their work. After a failure beside other ranks
+    the process ends at once, because tearing a process group down may wait for ranks that are gone.
+    """
+    alone = worker.world_size == 1
+    # A supervisor ends its workers with SIGTERM, and so do torchrun and srun: at once. By hand it is like Ctrl-C.
+    by_hand = not supervised and not worker.layout.launched
+    signal.signal(signal.SIGTERM, signal.default_int_handler if by_hand else signal.SIG_DFL)
+    if not by_hand:
+        _end_with_parent()
+    try:
+        load(target)(worker, args)
+    except (ExplainedError, KeyboardInterrupt) as error:
+        _end_after_failure(_explain(worker, error), error, alone)
+    except Exception as error:
+        if alone:
+            raise  # Python prints the traceback, and a debugger may look at it
+        _end_after_failure(_explain(worker, error), error, alone)
+    sys.exit(0)
+
+
+def _explain(worker: Worker, error: BaseException) -> int:
+    """Print what ended this worker, once per node where all ranks have met the same. Returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, ExplainedError):
+        if worker.local_rank == 0 or not error.same_on_every_rank:
+            say(f"error: {error}", worker.rank, error=True)
+        return error.exit_code
+    say(_last_words(error), worker.rank, error=True)
+    return 1
+
+
+def _last_words(error: BaseException) -> str:
+    """One line for the failure of another rank, and the traceback for one of our own."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
+        return f"error: lost contact with another rank: {reason}. See what the other ranks and nodes say."
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
+    """Let the other ranks hear of the failure, for a limited time, and end this process."""
+
+    def last_action() -> None:
+        with contextlib.suppress(RuntimeError):  # the other ranks, or the store, may be gone
+            error.before_exit()  # type: ignore[attr-defined]
+
+    if hasattr(error, "before_exit"):
+        thread = threading.Thread(target=last_action, daemon=True)
+        thread.start()
+        thread.join(LEAVE_SECONDS)
+    if alone:
+        sys.exit(code)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone: a killed supervisor, or a killed torchrun agent."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch the parent", daemon=True).start()

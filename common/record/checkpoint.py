@@ -1,0 +1,231 @@
+"""Checkpoints that survive: written aside, synced, renamed; checked when read; good for any layout.
+
+    checkpoints/step-00001200/model.safetensors      the weights, without pickle
+                              training_state.pt      optimizer, scheduler, scaler; loaded with weights_only=True
+                              state.json             step, seed, global batch, layout, fingerprints, checksums
+    checkpoints/latest -> step-00001200              moved last
+
+For a `transformers` model the directory is also what `from_pretrained` reads. Rank 0 alone saves and reads; see
+resume.py for the other ranks.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+
+from common.console import say
+from common.errors import RunError, UserError
+
+FORMAT = 1
+REPLACED = ".writing-old-"
+WEIGHTS, TRAINING_STATE, STATE = "model.safetensors", "training_state.pt", "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk whose files have the checksums that its state.json gives."""
+
+    path: Path
+    state: dict[str, Any]
+
+    def load_model(self, model: torch.nn.Module) -> None:
+        """Fill `model` with the weights. Raises UserError where they are of another model."""
+        try:
+            missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
+        except RuntimeError as error:  # a size differs; torch says which in its second line
+            raise _other_model(self.path, str(error).strip().splitlines()[-1].strip()) from None
+        if missing:
+            raise _other_model(self.path, f"it has no {sorted(missing)[0]}")
+        if unknown:
+            raise _other_model(self.path, f"its {sorted(unknown)[0]} is unknown here")
+
+    def load_training(self, **parts: Any) -> None:
+        """Fill the optimizer, scheduler and scaler that are named, each through its `load_state_dict`."""
+        saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            fill(part, saved[name])
+
+    def require(self, fields: dict[str, Any], prefix: str = "") -> None:
+        """Raise UserError unless the checkpoint was written with these values, as far as it has noted them.
+
+        `prefix` is "--" where their names are flags.
+        """
+        for name, here in fields.items():
+            there = self.state.get(name, here)
+            if there != here:
+                label = prefix + name.replace("_", "-")
+                raise UserError(
+                    f"--resume {self.path}: it was written with {label} {there}, but this run has {here}: "
+                    "resume with the same, or start anew with another --out-dir",
+                    same_on_every_rank=True,
+                )
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    state: dict[str, Any],
+    keep: int | None = None,
+    write_extra: Callable[[Path], None] | None = None,
+    **parts: Any,
+) -> Path:
+    """Write `folder/step-XXXXXXXX` whole or not at all, point `latest` to it, and drop all but `keep`.
+
+    `parts` are objects with a `state_dict`; `write_extra(path)` may add files, such as a model's config.
+    Only rank 0 calls this. Raises RunError when the disk is full or not writable; what was there stays.
+    """
+    target = folder / f"step-{step:08d}"
+    aside = folder / f".writing-{target.name}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        aside.mkdir()
+        save_model(model, str(aside / WEIGHTS), metadata={"format": "pt"})
+        torch.save({name: part.state_dict() for name, part in parts.items()}, aside / TRAINING_STATE)
+        if write_extra:
+            write_extra(aside)
+        checksums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
+        text = json.dumps({"format": FORMAT, "step": step, **state, "checksums": checksums}, indent=1)
+        (aside / STATE).write_text(text)
+        for path in [*aside.iterdir(), aside]:
+            _sync(path)
+        if target.exists():  # a resumed run that comes to the same step again
+            target.rename(folder / f"{REPLACED}{target.name}")
+        aside.rename(target)
+        _sync(folder)
+        point_latest(folder, target.name)
+        others = sorted((path for path in _by_step(folder) if path != target), key=lambda path: path.stat().st_mtime)
+        for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
+            shutil.rmtree(old)
+        _remove_leftovers(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
+        free = _free_space(folder)  # before the unfinished checkpoint is removed
+        shutil.rmtree(aside, ignore_errors=True)
+        _bring_back_replaced(folder)
+        raise RunError(
+            f"could not write the checkpoint {target}: {error}; the earlier ones are whole. {free}"
+        ) from error
+    return target
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"The disk had {shutil.disk_usage(folder).free / 1e6:.1f} MB left: make room, or lower --keep"
+    except OSError as error:
+        return f"The disk does not answer: {error.strerror}"
+
+
+def find(path: Path) -> Checkpoint | None:
+    """The newest whole checkpoint at `path`: one checkpoint, a folder of them, or a run's --out-dir.
+
+    A damaged one is named in a line and passed over for the one before. None where there is none at all. Raises
+    UserError where all are damaged, or the one that was named.
+    """
+    if (path / STATE).exists() or path.name.startswith("step-"):
+        checkpoint, damage = _check(path.resolve())  # `latest` is a link
+        if damage:
+            raise UserError(f"--resume {path}: {damage}: name another checkpoint", same_on_every_rank=True)
+        return checkpoint
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    _bring_back_replaced(folder)
+    latest = latest_name(folder)
+    # The newest first. One beyond `latest` comes last: a run that went back to an earlier checkpoint has left it.
+    candidates = sorted(_by_step(folder), key=lambda path: (path.name <= latest, path.name), reverse=True)
+    for candidate in candidates:
+        checkpoint, damage = _check(candidate)
+        if checkpoint:
+            return checkpoint
+        say(f"checkpoint {candidate} is damaged ({damage}): passing it over for the one before", rank=0)
+    if candidates:
+        raise UserError(f"--resume {path}: every checkpoint there is damaged: start anew with another --out-dir")
+    return None
+
+
+def _check(path: Path) -> tuple[Checkpoint | None, str]:
+    try:
+        state = json.loads((path / STATE).read_text())
+        if state["format"] > FORMAT:
+            return None, f"it has format {state['format']}, this code reads up to {FORMAT}"
+        for name, checksum in state["checksums"].items():
+            if _checksum(path / name) != checksum:
+                return None, f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return None, f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"{STATE} cannot be read: {error}"
+    return Checkpoint(path, state), ""
+
+
+def fill(part: Any, state: dict[str, Any]) -> None:
+    """Load `state` into an optimizer, scheduler or scaler."""
+    if state:  # the scaler of a run that was not in fp16 has none
+        part.load_state_dict(state)
+
+
+def _other_model(path: Path, what: str) -> UserError:
+    return UserError(f"--resume {path}: its weights are of another model: {what}", same_on_every_rank=True)
+
+
+def _by_step(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def _bring_back_replaced(folder: Path) -> None:
+    """Restore a checkpoint that was moved aside for a new one of the same step, which then never came."""
+    with contextlib.suppress(OSError):  # a folder that cannot be written is still good to read from
+        for path in folder.glob(f"{REPLACED}*"):
+            original = folder / path.name.removeprefix(REPLACED)
+            if not original.exists():
+                path.rename(original)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    _bring_back_replaced(folder)
+    for path in folder.glob(".writing-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def point_latest(folder: Path, name: str) -> None:
+    """Let `latest` be a link to the checkpoint `name`, or a file with that name where the system has no links."""
+    link = folder / f".latest-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    try:
+        link.symlink_to(name)
+    except OSError:
+        link.write_text(name)
+    link.replace(folder / "latest")
+
+
+def latest_name(folder: Path) -> str:
+    """The name of the checkpoint that `latest` points to, or an empty string."""
+    link = folder / "latest"
+    if link.is_symlink():
+        return link.readlink().name
+    return link.read_text() if link.is_file() else ""
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def _sync(path: Path) -> None:
+    """Write a file's data or a folder's entries to the disk, so that a power cut cannot leave a rename without data."""
+    if os.name == "nt":  # Windows cannot sync directories, nor files that are open for reading only
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

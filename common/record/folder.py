@@ -1,0 +1,60 @@
+"""The folder of a run: --out-dir, or runs/NAME-0001 and so on; made and writable on rank 0."""
+
+import os
+from pathlib import Path
+
+from common.errors import UserError
+from common.join.process_group import Group
+from common.launch.options import RunOptions
+
+
+def open_folder(group: Group, options: RunOptions) -> Path:
+    """The folder where this run's files go. Every rank must call this; only rank 0 uses what it returns.
+
+    --resume without --out-dir takes the latest run that has checkpoints. Raises UserError where the folder holds
+    another run already or cannot be written.
+    """
+    folder = Path()
+    with group.others_wait("rank 0, which opens the files of this run"):
+        if group.worker.is_main:
+            latest = _latest(options.name) if options.resume == "auto" else None
+            folder = options.out_dir or latest or _new(options.name)
+            if not options.eval_only:
+                _make_writable(folder, options.resume)
+            elif options.resume == "auto" and not list(folder.glob("checkpoints/step-*")):
+                raise UserError(
+                    f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
+                )
+    return folder
+
+
+def _latest(name: str) -> Path | None:
+    earlier = sorted(Path("runs").glob(f"{name}-[0-9][0-9][0-9][0-9]"))
+    with_checkpoints = [path for path in earlier if (path / "checkpoints").is_dir()]
+    return with_checkpoints[-1] if with_checkpoints else None
+
+
+def _new(name: str) -> Path:
+    """runs/NAME-0001, or the next number; two runs that start together get two."""
+    number = 1
+    while True:
+        folder = Path("runs") / f"{name}-{number:04d}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"--out-dir {folder} cannot be written: {error.strerror}: name another directory") from None
+
+
+def _make_writable(folder: Path, resume: str | None) -> None:
+    if (folder / "metrics.jsonl").exists() and resume is None:
+        raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out-dir {folder} cannot be written: {error.strerror}: name another directory") from None

@@ -1,0 +1,72 @@
+"""metrics.jsonl: what a run has measured, for programs. One object a line, never half a line."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from common.errors import RunError, UserError
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl. A last line that a crash has cut off is left out.
+
+    Raises UserError where another line is no row: what it said must not vanish in silence.
+    """
+    rows = []
+    lines = path.read_text().split("\n")[:-1]  # after the last line break comes nothing, or a line that was cut off
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}, line {number} is not JSON: correct that line, or remove it") from None
+    return rows
+
+
+class Metrics:
+    """The metrics.jsonl of a run, open for further rows; also TensorBoard's files where they are wanted."""
+
+    def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, tensorboard: bool):
+        """Drops rows after `first_step`: a resumed run does those steps again. Raises OSError."""
+        self.path, self.steps_per_epoch = folder / "metrics.jsonl", steps_per_epoch
+        self.rows_before = self._drop_rows_after(first_step)
+        self.file = self.path.open("a")
+        self.board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+
+    def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        rows = [row for row in read_metrics(self.path) if row.get("step", 0) <= step]
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        aside.replace(self.path)
+        return rows
+
+    def write(self, kind: str, step: int, **numbers: Any) -> None:
+        """Append a row in one write. `epoch` is that of the step; a number that is not finite becomes null.
+
+        Raises RunError when the disk is full.
+        """
+        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        try:
+            self.file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are whole") from error
+        if self.board is not None:
+            for name, value in numbers.items():
+                if isinstance(value, int | float):
+                    self.board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,110 @@
+"""`--resume`: bring every rank to a checkpoint. Rank 0 reads it, so the nodes need no shared disk."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import UserError
+from common.join.process_group import Group
+from common.launch.options import RunOptions
+from common.record.checkpoint import Checkpoint, fill, find, latest_name, point_latest
+
+
+def resume(
+    group: Group,
+    options: RunOptions,
+    folder: Path,
+    model: torch.nn.Module,
+    identity: dict[str, Any],
+    recipe: dict[str, Any],
+    **parts: Any,
+) -> int:
+    """Bring every rank to the checkpoint that --resume asks for. Returns the optimizer steps done; 0 for none.
+
+    Rank 0 reads the checkpoint, checks that it is of the same data (`identity`) and was written with the same flags
+    (`recipe`, which an evaluation alone does not need), and sends the state of `parts` to the other ranks. The weights
+    stay on rank 0: DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises
+    UserError on every rank.
+    """
+    if options.resume is None:
+        return 0
+    found: Checkpoint | None = None
+    with group.others_wait("rank 0, which reads the checkpoint"):
+        if group.worker.is_main:
+            found = _find_wanted(options.resume, folder)
+            if found:
+                found.require(identity)
+                if not options.eval_only:
+                    found.require(recipe, prefix="--")
+                found.load_model(model)
+                found.load_training(**parts)
+                if not options.eval_only:
+                    _go_back_to(found, folder / "checkpoints")
+                say(f"resuming from {found.path}", rank=0)
+    state = {"step": 0, "parts": {}}
+    if found:
+        state = {"step": found.state["step"], "parts": {name: part.state_dict() for name, part in parts.items()}}
+    received = broadcast_tree(state, group.device)
+    if not group.worker.is_main:
+        for name, saved in received["parts"].items():
+            fill(parts[name], saved)
+    return received["step"]
+
+
+def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
+    if wanted == "auto":
+        return find(folder)
+    if not Path(wanted).is_dir():
+        raise UserError(f"--resume {wanted}: there is no such directory: name a checkpoint, or a run's --out-dir")
+    found = find(Path(wanted))
+    if found is None:
+        raise UserError(f"--resume {wanted}: there is no checkpoint in it: name a checkpoint, or a run's --out-dir")
+    return found
+
+
+def broadcast_tree(tree: Any, device: torch.device) -> Any:
+    """Rank 0's nested dicts, lists and tensors on every rank. Every rank must call this.
+
+    Tensors travel one at a time, so that no rank needs twice the memory, and arrive on the CPU.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+            return torch.empty_like(node, device="meta", memory_format=torch.contiguous_format)
+        if isinstance(node, dict):
+            return {key: strip(value) for key, value in node.items()}
+        return [strip(value) for value in node] if isinstance(node, list | tuple) else node
+
+    def rebuild(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            tensor = torch.empty_like(node, device=device)
+            dist.broadcast(tensor, src=0)
+            return tensor.cpu()
+        if isinstance(node, dict):
+            return {key: rebuild(value) for key, value in node.items()}
+        return [rebuild(value) for value in node] if isinstance(node, list) else node
+
+    skeleton = [strip(tree)]
+    dist.broadcast_object_list(skeleton, src=0)
+    if dist.get_rank() > 0:
+        return rebuild(skeleton[0])
+    for tensor in tensors:
+        dist.broadcast(tensor.to(device).contiguous(), src=0)
+    return tree
+
+
+def _go_back_to(found: Checkpoint, folder: Path) -> None:
+    """Point `latest` to the checkpoint that this run goes on from. Where the run is killed before its next save, newer
+    checkpoints in its folder must not count."""
+    if found.path.parent.resolve() == folder.resolve() and found.path.name != latest_name(folder):
+        try:
+            point_latest(folder, found.path.name)
+        except OSError as error:
+            raise UserError(
+                f"--resume: {folder} cannot be written: {error.strerror}", same_on_every_rank=True
+            ) from None

@@ -1,0 +1,58 @@
+"""The words of a report: the header of a run, and numbers as a person reads them."""
+
+from collections.abc import Mapping, Sequence
+
+from common.join.process_group import Group
+from common.launch.options import RunOptions
+from common.uneven.batching import BatchPlan
+
+SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1", "macro_f1")
+
+
+def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[str, object]) -> str:
+    """Layout, devices, backend and batch of a run, then `facts`, one line each."""
+    layout = group.worker.layout
+    hosts: dict[tuple[int, str], list[str]] = {}
+    for view in group.views:
+        name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
+        hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
+    micro_batch = options.flags.get("micro_batch") or max(plan.shares)
+    lines = {
+        "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
+        "devices": "; ".join(f"{host}: {_counted(names)}" for (_, host), names in hosts.items()),
+        "backend": f"{group.backend}, {options.flags['precision']}",
+        "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {_runs(plan.shares)}, "
+        f"micro-batches of at most {micro_batch}",
+        **facts,
+    }
+    return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
+
+
+def measures(numbers: Mapping[str, object]) -> str:
+    """loss 0.1051, accuracy 98.33%, count 359."""
+    return ", ".join(f"{name} {_measure(name, value)}" for name, value in numbers.items())
+
+
+def _measure(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2%}" if name in SHOWN_IN_PERCENT else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _runs(values: Sequence[int]) -> str:
+    """(64, 64, 64, 32) -> '64 x3, 32'."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and parts[-1][0] == value:
+            parts[-1][1] += 1
+        else:
+            parts.append([value, 1])
+    return ", ".join(f"{value} x{times}" if times > 1 else str(value) for value, times in parts)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{('es' if noun.endswith('s') else 's') * (number != 1)}"
+
+
+def _counted(names: list[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

@@ -1,0 +1,121 @@
+"""The arithmetic of the global batch: which samples of an optimizer step belong to which rank.
+
+The order of samples does not know the layout. With B = global_batch, step s of an epoch owns the slice
+[s*B, (s+1)*B) of the epoch's order, and the ranks cut that slice into contiguous parts by their shares:
+
+    global batch 10, shares (4, 4, 2)        | rank 0  | rank 1  |r 2|
+                                             | 0 1 2 3 | 4 5 6 7 |8 9|
+    its tail of 4 samples                    | 0 1 | 2 3 |             (rank 2's part is empty)
+
+Nothing is padded and nothing repeated. Only the last step of an epoch may hold fewer than B samples.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How an epoch of `samples` samples is cut into optimizer steps, and each step into the ranks' parts.
+
+    `step` counts from the start of training, 0 for the first. Shares may change from a step on; the global batch never.
+    """
+
+    samples: int
+    global_batch: int  # samples per optimizer step over all ranks
+    shares_from: tuple[tuple[int, tuple[int, ...]], ...]  # (first step, each rank's part of a full global batch)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Each rank's part of a full global batch, in samples, after the last change."""
+        return self.shares_from[-1][1]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that an epoch takes: samples / global_batch, rounded up."""
+        return -(-self.samples // self.global_batch)
+
+    def with_shares(self, weights: Sequence[float], from_step: int) -> "BatchPlan":
+        """The plan in which shares follow `weights`, one a rank, from `from_step` on, and earlier steps are unchanged.
+
+        A loader that fetches ahead has cut some steps already: choose a `from_step` that it has not reached.
+        """
+        earlier = tuple(change for change in self.shares_from if change[0] < from_step)
+        return replace(self, shares_from=(*earlier, (from_step, split(self.global_batch, weights))))
+
+    def begin(self, step: int) -> int:
+        """Where step `step` begins in its epoch's order."""
+        return step % self.steps_per_epoch * self.global_batch
+
+    def global_count(self, step: int) -> int:
+        """Samples of step `step` over all ranks."""
+        return min(self.global_batch, self.samples - self.begin(step))
+
+    def shares_at(self, step: int) -> tuple[int, ...]:
+        """The shares that count for step `step`."""
+        return next((shares for first, shares in reversed(self.shares_from) if first <= step), self.shares_from[0][1])
+
+    def part(self, step: int, rank: int) -> range:
+        """Rank `rank`'s part of step `step`, as positions in the epoch's order."""
+        parts = self.shares_at(step)
+        if self.global_count(step) < self.global_batch:
+            parts = split(self.global_count(step), parts)
+        first = self.begin(step) + sum(parts[:rank])
+        return range(first, first + parts[rank])
+
+    def sums_in_steps(self, counts: Sequence[int] | torch.Tensor, order: Sequence[int] | torch.Tensor) -> list[int]:
+        """The sum of `counts` over the samples of each step of an epoch, over all ranks.
+
+        `counts` has one number for each sample, such as its labelled tokens; `order` is the epoch's order. Every rank
+        computes it alike, without a collective. It is the `global_count` of a loss that is a mean over tokens.
+        """
+        in_order = torch.as_tensor(counts)[torch.as_tensor(order)]
+        return [int(step.sum()) for step in in_order.split(self.global_batch)]
+
+
+def plan_batches(samples: int, global_batch: int, world_size: int, weights: Sequence[float] | None = None) -> BatchPlan:
+    """A BatchPlan with equal shares, or shares in proportion to `weights`, one number a rank."""
+    weights = weights or [1.0] * world_size
+    assert len(weights) == world_size, (weights, world_size)
+    return BatchPlan(samples, global_batch, ((0, split(global_batch, weights)),))
+
+
+def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Cut `total` into whole parts in proportion to `weights`. The parts add up to `total` exactly.
+
+    The method of largest remainders (Hamilton's): each gets its due rounded down, and what is left goes one each to
+    the largest remainders, to the lower index where two are equal.
+    """
+    scale = total / sum(weights)
+    dues = [weight * scale for weight in weights]
+    parts = [int(due) for due in dues]
+    by_remainder = sorted(range(len(dues)), key=lambda index: (parts[index] - dues[index], index))
+    for index in by_remainder[: total - sum(parts)]:
+        parts[index] += 1
+    return tuple(parts)
+
+
+Self = TypeVar("Self", bound="Sliceable")
+
+
+class Sliceable(Protocol):
+    """A batch: it has a length, and a slice of it is a batch again."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self: Self, rows: slice, /) -> Self: ...
+
+
+def micro_batches(part: Self, micro_batch: int | None) -> Iterator[tuple[Self, bool]]:
+    """Cut a rank's part of one optimizer step into pieces of at most `micro_batch` samples, with `is_last`.
+
+    An empty part gives one micro-batch of no rows. Its forward, backward and all-reduce run as always and add exactly
+    zero, so that every rank enters each collective once.
+    """
+    size = micro_batch or max(1, len(part))
+    starts = range(0, max(1, len(part)), size)
+    for start in starts:
+        yield part[start : start + size], start == starts[-1]

@@ -1,0 +1,88 @@
+"""DistributedDataParallel for uneven ranks: gradients are summed over the ranks, once per optimizer step.
+
+Each rank backpropagates
+
+    loss_sum / global_count
+
+where `loss_sum` is summed over its own samples and `global_count` counts the samples of the whole global batch, over
+all ranks and micro-batches. The all-reduce adds these up, which gives exactly the gradient of the mean over the global
+batch, whatever the ranks hold. Plain DDP averages over the ranks instead; there the same gradient comes from
+`loss_sum * world_size / global_count`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from common.uneven.timer import StepTimer
+
+
+def wrap(
+    model: torch.nn.Module,
+    timer: StepTimer,
+    empty_loss: Callable[[torch.nn.Module], torch.Tensor],
+    compiled: bool = False,
+) -> DistributedDataParallel:
+    """`model` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
+
+    `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets after the
+    first backward, which changes the order of summation: that backward is done here, and its gradients are thrown
+    away, so that a resumed run is bit-identical to one that was not interrupted.
+    """
+    # Buffers are constants here, the same on every rank: they need no broadcast before each forward.
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    wrapped = DistributedDataParallel(
+        CompiledUnlessEmpty(model) if compiled else model,
+        device_ids=[timer.device] if timer.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{"forward_sync_buffers" if newer else "broadcast_buffers": False},
+    )
+    wrapped.register_comm_hook(timer, _sum_over_ranks)
+    empty_loss(wrapped).backward()
+    wrapped.zero_grad()
+    timer.forget()
+    return wrapped
+
+
+@contextmanager
+def reduce_gradients_if(is_last: bool, model: DistributedDataParallel, timer: StepTimer) -> Iterator[None]:
+    """Use around forward *and* backward of a micro-batch: the ranks' gradients are summed in the last one's backward.
+
+    Before that they add up on each rank. Forward must be inside, because it is where DDP decides whether the coming
+    backward synchronises. A rank that is alone has nobody to exchange with, and DDP need not copy its gradients.
+    """
+    alone = dist.get_world_size() == 1
+    with nullcontext() if is_last and not alone else model.no_sync():
+        yield
+    if is_last:
+        if alone:
+            timer.mark("ready")
+        timer.mark("reduced")
+
+
+def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: an all-reduce that sums. Notes when this rank's last gradients are ready."""
+    if bucket.is_last():
+        timer.mark("ready")
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class CompiledUnlessEmpty(torch.nn.Module):
+    """torch.compile's version of a model, and the model itself for a batch of no rows.
+
+    Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15).
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+        self.compiled = torch.compile(model.forward)
+
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
+        first = next(iter((*inputs, *named.values())))
+        return self.compiled(*inputs, **named) if len(first) else self.model(*inputs, **named)

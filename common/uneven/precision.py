@@ -1,0 +1,53 @@
+"""Which numbers the model computes in, and the loss scaling that fp16 needs."""
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from common.errors import RunError
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """fp32; bf16 and fp16 as autocast over fp32 weights; fp64 for proofs.
+
+    `dtype` is that of weights, gradients and inputs.
+    """
+
+    def __init__(self, name: str, device: torch.device):
+        self.name, self.device = name, device
+        self.dtype = torch.float64 if name == "fp64" else torch.float32
+        # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> AbstractContextManager:
+        """Use around the forward pass alone; backward runs in the types that forward chose."""
+        return torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`, scaled up under fp16."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float) -> torch.Tensor:
+        """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take one optimizer step.
+
+        Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
+        ranks clip alike and, under fp16, skip the same steps.
+        """
+        self.scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(model.parameters(), clip_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return norm
+
+    def require_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        """Raise RunError unless loss and gradient are finite. Under fp16 the scaler skips steps whose gradients
+        overflow and lowers its scale, so only the loss counts there."""
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.name == "fp16"):
+            return
+        what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
+        fix = "lower --lr, set --clip-norm, or look at the data around that step"
+        raise RunError(f"the {what}: {fix}; the checkpoints before it are whole", same_on_every_rank=True)

@@ -1,0 +1,66 @@
+"""Which samples this rank sees: an uneven sampler for training, and one without padding for evaluation.
+
+Both are batch samplers, for `DataLoader(batch_sampler=...)`: one item of the loader is this rank's part of one
+optimizer step (training), or one batch of its shard (evaluation).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from common.uneven.batching import BatchPlan
+from common.uneven.seeding import derive_seed
+
+
+class UnevenDistributedSampler(Sampler[list[int]]):
+    """For each optimizer step of an epoch, the indices of this rank's part; possibly none.
+
+    The epoch's order is a permutation drawn from (seed, epoch) alone, so every layout sees the same global batches.
+    Call `set_epoch` before each epoch, as with torch's DistributedSampler. `plan` may be replaced at any time by one
+    with other shares for steps that have not been handed out (`BatchPlan.with_shares`).
+    """
+
+    def __init__(self, plan: BatchPlan, rank: int, seed: int, shuffle: bool = True):
+        self.plan, self.rank, self.seed, self.shuffle = plan, rank, seed, shuffle
+        self.epoch = self.skip_steps = 0
+
+    def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
+        """Draw the order of epoch `epoch`, and skip the first `skip_steps` steps, which a resumed run has done."""
+        self.epoch, self.skip_steps = epoch, skip_steps
+
+    def order(self) -> torch.Tensor:
+        """This epoch's order of samples, the same on every rank: int64 (samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.plan.samples)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
+        return torch.randperm(self.plan.samples, generator=generator)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order()
+        first = self.epoch * self.plan.steps_per_epoch
+        for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
+            part = self.plan.part(step, self.rank)
+            yield order[part.start : part.stop].tolist()
+
+    def __len__(self) -> int:
+        return self.plan.steps_per_epoch - self.skip_steps
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """This rank's contiguous shard of an evaluation set, in batches: every sample on exactly one rank.
+
+    Shards differ by at most one sample, and nothing is repeated to make them equal. Ranks may run different numbers
+    of batches, so evaluate the model itself and not its DDP wrapper: nothing in the loop may be a collective.
+    """
+
+    def __init__(self, samples: int, rank: int, world_size: int, batch: int):
+        self.shard = range(samples * rank // world_size, samples * (rank + 1) // world_size)
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.shard), self.batch):
+            yield list(self.shard[start : start + self.batch])
+
+    def __len__(self) -> int:
+        return -(-len(self.shard) // self.batch)

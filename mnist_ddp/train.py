@@ -1,0 +1,140 @@
+"""Training and evaluation on MNIST: read this first, top to bottom.
+
+Every worker of every node runs `train`. Nothing in it depends on which node or GPU it is: `worker` says so, and
+common/uneven cuts the batches.
+"""
+
+from argparse import Namespace
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from common.join.process_group import process_group
+from common.launch import cli
+from common.launch.layout import Worker
+from common.record import checkpoint
+from common.record.folder import open_folder
+from common.record.report import Report
+from common.record.resume import resume
+from common.uneven import ddp
+from common.uneven.batching import micro_batches, plan_batches
+from common.uneven.ddp import reduce_gradients_if
+from common.uneven.precision import Precision
+from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.uneven.seeding import derive_seed
+from common.uneven.sums import Sums
+from common.uneven.timer import StepTimer
+from mnist_ddp import data
+from mnist_ddp.model import ConvNet
+
+
+def train(worker: Worker, args: Namespace) -> None:
+    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    with process_group(worker, cli.join_options(args)) as group:
+        device, precision = group.device, Precision(args.precision, group.device)
+        options, timer = cli.run_options(args, "mnist"), StepTimer(device)
+
+        # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
+        # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
+        # perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
+        with group.first_on_node(f"the data set {args.dataset}"):
+            train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
+        group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
+        global_batch = cli.global_batch(args, worker.world_size)
+        plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
+        sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
+        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=data.as_is)
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
+        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=data.as_is)
+
+        # Model. The seed gives every layout the same first weights.
+        torch.manual_seed(derive_seed(args.seed, "weights"))
+        net = ConvNet(train_set.side).to(device, precision.dtype)
+        optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
+        schedule_steps = plan.steps_per_epoch * args.epochs
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)
+        parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+
+        # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
+        identity = {"data": f"{args.dataset} {fingerprint}"}
+        recipe = cli.recipe(args) | {"global_batch": global_batch}
+        folder = open_folder(group, options)
+        step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        model = ddp.wrap(net, timer, lambda model: model(train_set.batch([]).to(device).images).sum(), args.compile)
+        report = Report(group, plan, timer, options)
+        if args.eval_only:
+            report.evaluation(step, **evaluate(net, test_loader, precision, device))
+            return
+
+        def save() -> None:
+            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+                if worker.is_main:
+                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
+                    checkpoint.save(folder / "checkpoints", step, net, state, args.keep, **parts)
+
+        def is_good_enough() -> bool:
+            return args.target_accuracy is not None and report.last_eval.get("accuracy", 0.0) >= args.target_accuracy
+
+        total_steps = min(schedule_steps, args.max_steps or schedule_steps)
+        facts = {"data": f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images"}
+        report.open_together(folder, step, total_steps, **facts)
+        while step < total_steps and not is_good_enough():
+            epoch, first_step = divmod(step, plan.steps_per_epoch)
+            sampler.set_epoch(epoch, skip_steps=first_step)
+            for part in timer.steps(train_loader):
+                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
+                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
+                        with precision.autocast():
+                            logits = model(micro.images)
+                            micro_loss = cross_entropy(
+                                logits, micro.labels, reduction="sum", label_smoothing=args.label_smoothing
+                            )
+                        precision.backward(micro_loss / plan.global_count(step))  # the all-reduce sums over the ranks
+                    loss_sum += micro_loss.detach()
+                lr = scheduler.get_last_lr()[0]
+                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                report.note(step, loss_sum, lr, grad_norm)
+
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
+                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                if saves or report.is_due:
+                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                        precision.require_finite(done.step, done.loss, done.grad_norm)
+                if epoch_ends:
+                    with report.pause():
+                        numbers = evaluate(net, test_loader, precision, device)
+                    report.evaluation(step, **numbers)
+                if saves:
+                    save()
+                if step == total_steps:
+                    break
+        if is_good_enough():
+            report.line(f"reached {args.target_accuracy:.2%} after {report.clock.seconds:.1f} s of training")
+        report.summary(step)
+
+
+@torch.no_grad()
+def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, device: torch.device) -> dict[str, float]:
+    """Mean loss and accuracy over the test set, each image counted once on any number of ranks.
+
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
+    meet only once, in `reduce`. Every rank must call this.
+    """
+    net.eval()
+    sums = Sums("loss", "correct", "count", device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        with precision.autocast():
+            logits = net(batch.images)
+            loss_sum = cross_entropy(logits, batch.labels, reduction="sum")
+        sums.add(loss_sum, (logits.argmax(dim=1) == batch.labels).sum(), len(batch))
+    net.train()
+    total = sums.reduce()
+    count = total["count"]
+    return {"loss": total["loss"] / count, "accuracy": total["correct"] / count, "count": int(count)}
