@@ -6,13 +6,16 @@ ten ranks in a second.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +161,24 @@ def kill(pid: int) -> None:
             one.kill()
 
 
+def write_trainer(folder: Path, body: str, imports: str = "") -> Path:
+    """A trainer of a stranger: its script in `folder`, and beside it a module whose `train(worker, args)` has this
+    body, with `group` its process group. Returns the script."""
+    (folder / "stranger.py").write_text(
+        f"import os, signal, time\nfrom pathlib import Path\nimport torch\nimport torch.distributed as dist\n{imports}\n"
+        "from common.errors import RunError, UserError\nfrom common.join.process_group import process_group\n"
+        "from common.launch import cli\n\nFOLDER = Path(__file__).parent\n\n\ndef train(worker, args):\n"
+        "    with process_group(worker, cli.join_options(args)) as group:\n"
+        + textwrap.indent(textwrap.dedent(body), " " * 8)
+    )
+    script = folder / "stranger-distributed.py"
+    script.write_text(
+        "from common.launch import cli, start\n\n"
+        'if __name__ == "__main__":\n    start.main(cli.parser("A stranger\'s trainer"), "stranger:train")\n'
+    )
+    return script
+
+
 def play(
     trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object, timeout: float = TIMEOUT_SECONDS
 ) -> list[Result]:
@@ -202,6 +223,14 @@ def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: ob
     for result in results:
         assert result.code == 0, result.output
     return results
+
+
+@functools.cache
+def flags_of(script: Path) -> set[str]:
+    """All flags that a program takes, as its --help shows them."""
+    shown = run("python", script, "--help")
+    assert shown.code == 0, shown.output
+    return set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", shown.output))
 
 
 # --- what a run has left -----------------------------------------------------------------------------------------

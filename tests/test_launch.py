@@ -91,7 +91,10 @@ def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
             stopped.kill()
 
 
-@pytest.mark.parametrize("kilobytes, message", [(0, "could not start the workers"), (1, "could not write into")])
+@pytest.mark.parametrize(
+    "kilobytes, message",
+    [(0, "could not load mnist_ddp.train: No usable temporary directory"), (1, "could not write into")],
+)
 def test_a_disk_without_room_is_named_in_one_line(kilobytes, message, tmp_path):
     limited = (
         "bash",
