@@ -97,7 +97,7 @@ def _be(script: Path, flags: list[str], environ: dict[str, str], log: str) -> No
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(environ)
-    _heed_interrupts()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     import torch
 
     torch.set_num_threads(1)
@@ -164,13 +164,24 @@ def kill(pid: int) -> None:
 def write_trainer(folder: Path, body: str, imports: str = "") -> Path:
     """A trainer of a stranger: its script in `folder`, and beside it a module whose `train(worker, args)` has this
     body, with `group` its process group. Returns the script."""
-    (folder / "stranger.py").write_text(
-        f"import os, signal, time\nfrom pathlib import Path\nimport torch\nimport torch.distributed as dist\n{imports}\n"
-        "from common.errors import RunError, UserError\nfrom common.join.process_group import process_group\n"
-        "from common.launch import cli\n\nFOLDER = Path(__file__).parent\n\n\ndef train(worker, args):\n"
-        "    with process_group(worker, cli.join_options(args)) as group:\n"
-        + textwrap.indent(textwrap.dedent(body), " " * 8)
-    )
+    module = f"""
+import os, signal, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+{imports}
+from common.errors import RunError, UserError
+from common.join.process_group import process_group
+from common.launch import cli
+
+FOLDER = Path(__file__).parent
+
+
+def train(worker, args):
+    with process_group(worker, cli.join_options(args)) as group:
+{textwrap.indent(textwrap.dedent(body), " " * 8)}
+"""
+    (folder / "stranger.py").write_text(module)
     script = folder / "stranger-distributed.py"
     script.write_text(
         "from common.launch import cli, start\n\n"

@@ -335,7 +335,7 @@ def test_cuda_without_a_gpu_is_refused():
 
 
 def test_a_meeting_file_in_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="here is no folder"):
+    with pytest.raises(UserError, match="there is no folder"):
         meeting_file.check(f"file://{tmp_path}/missing/meeting")
 
 

@@ -39,7 +39,7 @@ class Noted:
     step: int
     loss_sum: torch.Tensor  # of this rank's samples
     count: float  # over all ranks
-    lr: float
+    lr: float | torch.Tensor
     grad_norm: torch.Tensor
 
 
@@ -101,7 +101,12 @@ class Report:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def note(
-        self, step: int, loss_sum: torch.Tensor, lr: float, grad_norm: torch.Tensor, count: float | None = None
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        lr: float | torch.Tensor,
+        grad_norm: torch.Tensor,
+        count: float | None = None,
     ) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
@@ -139,7 +144,7 @@ class Report:
             self.metrics.write("ranks", self.last_step, shares=self.plan.shares_at(self.last_step - 1), **means)
             for one, row in zip(noted, done, strict=True):
                 if row.step % self.options.log_every == 0:
-                    numbers = {"loss": row.loss, "lr": one.lr, "grad_norm": row.grad_norm}
+                    numbers = {"loss": row.loss, "lr": float(one.lr), "grad_norm": row.grad_norm}
                     self.metrics.write("train", row.step, **numbers, samples_per_second=rate)
         if self.terminal:
             self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
