@@ -11,15 +11,20 @@ from common.console import say
 from common.errors import RunError
 
 Found = TypeVar("Found")
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5
-PAUSE = 0.1  # of the time that has passed: who waits long may notice a little later, and asks the store less
+FIRST_PAUSE_SECONDS = 0.01
+PAUSE = 0.15  # of the time that has passed: a long wait may notice its end a little later, and asks less often
 
 
 def _nothing(elapsed_seconds: float) -> None:
     pass
 
 
-def poll(ready: Callable[[], Found], seconds: float, meanwhile: Callable[[float], None] = _nothing) -> Found | None:
+def poll(
+    ready: Callable[[], Found],
+    seconds: float,
+    meanwhile: Callable[[float], None] = _nothing,
+    longest_pause_seconds: float = 0.5,
+) -> Found | None:
     """Call `ready()` until it returns something true, for at most `seconds`. Returns that, or None.
 
     `meanwhile(elapsed_seconds)` runs before each pause. It may print whom we wait for, or raise.
@@ -30,7 +35,7 @@ def poll(ready: Callable[[], Found], seconds: float, meanwhile: Callable[[float]
         if elapsed > seconds:
             return None
         meanwhile(elapsed)
-        pause = min(max(PAUSE * elapsed, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        pause = min(max(PAUSE * elapsed, FIRST_PAUSE_SECONDS), longest_pause_seconds)
         time.sleep(min(pause, max(seconds - elapsed, 0.001)))
     return found
 

@@ -73,7 +73,10 @@ def _wait_for_all(processes: list[BaseProcess]) -> int:
     running = list(processes)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
-        wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
+        ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
+        for process in running:
+            if process.sentinel in ready:
+                process.join(LOOK_SECONDS)  # its files are closed, but its exit code may take a moment
         ended = [process for process in running if process.exitcode is not None]
         running = [process for process in running if process not in ended]
         for process in ended:
