@@ -53,8 +53,8 @@ def main() -> int:
 
 def _is_complete(command: list[str]) -> bool:
     """Does the command name a script or a module, and a layout?"""
-    named = command[:1] == ["-m"] and len(command) > 1 or command[:1] and command[0].endswith(".py")
-    return bool(named) and "-g" in command[:-1]
+    names_program = bool(command) and (command[0] == "-m" or command[0].endswith(".py"))
+    return names_program and "-g" in command[1:-1]
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
