@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,10 +16,13 @@ from common.doctor import diagnosis, mesh
 from common.doctor import node as node_facts
 from common.doctor import speed as speed_test
 from common.doctor.board import Board
+from common.doctor.examination import Examination, Options
 from common.doctor.finding import Finding, from_error
 from common.doctor.links import IDENTITY_BYTES, Connection, Server, reason
 from common.errors import RunError, UserError
 from common.launch.addresses import free_port
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions
 from tests.harness import ROOT, Node, Result, playing, run
 from tests.test_first_answer import imported
 
@@ -210,6 +214,17 @@ def test_a_link_that_was_not_measured_for_want_of_time_is_no_finding():
     assert diagnosis.judge_links({0: "node 0", 1: "node 1"}, {}, [link], 500) == []
 
 
+@pytest.mark.parametrize(
+    "measured, problem", [({}, "cannot connect to 10.0.0.2"), ({"latency_ms": 1.0}, "lost the connection to 10.0.0.2")]
+)
+def test_a_broken_link_says_whether_it_ever_worked(measured, problem):
+    link = {"from": 0, "to": 1, "port": 7, "error": "no answer (timed out)", **measured}
+    nodes = {1: {"endpoint": {"address": "10.0.0.2", "interface": "eth1", "met_on": "eth0"}}}
+    finding = only(diagnosis.judge_links({0: "node 0", 1: "node 1"}, nodes, [link], 500))
+    assert finding.problem == f"{problem} (interface eth1) port 7: no answer (timed out)"
+    assert ("use --interface eth0" in finding.fix) == (not measured)
+
+
 def test_clocks_that_differ_are_a_warning():
     link = {"from": 0, "to": 1, "port": 1, "latency_ms": 1.0, "clock_ms": -3000.0, "mbit_per_second": 900}
     finding = only(diagnosis.judge_links({0: "node 0", 1: "node 1"}, {}, [link], 500))
@@ -319,6 +334,23 @@ def test_a_wrong_interface_on_one_node_is_named_on_both(tmp_path):
 def test_a_missing_node_is_named(tmp_path):
     (result,) = examine(tmp_path, first=("--join-timeout", 2), second=None)
     assert "node 1 (rank 2) did not come within 2 s" in errors(result)
+
+
+def test_the_report_comes_also_when_rank_0_and_its_store_are_gone():
+    """The store fails as TCPStore does when its server has died, in the stage after the join."""
+
+    class GoneStore:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
+
+    worker = Layout(source="test", world_size=2, first_rank=1, local_world_size=1, nodes=2, node_rank=1).workers()[0]
+    examination = Examination(worker, Options(json=False, min_mbit=1, join=JoinOptions()), sys.stdout)
+    examination.board = Board(1, 2, dist.HashStore())
+    examination.board.store = GoneStore()
+    examination._run_stages = lambda: examination.board.exchange("looking", None, seconds=1)
+    examination.run()
+    finding = only(examination.report.findings)
+    assert finding.problem == "lost contact with rank 0: failed to recv, got 0 bytes"
 
 
 def test_a_slow_link_is_an_error_with_its_rate(tmp_path):

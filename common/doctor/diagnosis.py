@@ -170,8 +170,11 @@ def judge_links(names: dict[int, str], nodes: dict[int, dict], links: list[dict]
 def _broken_link(where: str, target: dict, name: str, link: dict) -> Finding:
     endpoint = target["endpoint"]
     address, interface, met_on = endpoint["address"], endpoint["interface"], endpoint["met_on"]
-    problem = f"cannot connect to {address} (interface {interface}) port {link['port']}: {link['error']}"
-    if met_on and met_on != interface:
+    failed = "lost the connection to" if "latency_ms" in link else "cannot connect to"
+    problem = f"{failed} {address} (interface {interface}) port {link['port']}: {link['error']}"
+    if "latency_ms" in link:
+        fix = f"is {name} alive? Then see `ip address` and `ethtool -S` there, its cable and its switch"
+    elif met_on and met_on != interface:
         fix = f"on {name}, use --interface {met_on}, over which the nodes have met, or leave it out"
     else:
         fix = f"let all TCP ports through between the nodes (firewall of {name}), or name another --interface there"

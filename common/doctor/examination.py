@@ -15,7 +15,7 @@ import torch.distributed as dist
 from common.console import say
 from common.doctor import alone, diagnosis, links, mesh, speed, table
 from common.doctor.alone import Alone
-from common.doctor.board import Board
+from common.doctor.board import LEAVE_SECONDS, Board
 from common.doctor.finding import Finding, from_error
 from common.doctor.report import Report
 from common.errors import ExplainedError, RunError
@@ -67,6 +67,16 @@ class Examination:
 
     def run(self) -> None:
         """Run the stages, as far as each allows the next."""
+        try:
+            self._run_stages()
+        except RuntimeError as error:
+            if not self.board:
+                raise
+            lost = from_error(self.here, error).problem
+            fix = "see the log of rank 0: is it alive, and does the link to its node work?"
+            self.report.findings.append(Finding("error", self.here, f"lost contact with rank 0: {lost}", fix))
+
+    def _run_stages(self) -> None:
         with self._stage("looking at this node", LOOK_SECONDS):
             mine = alone.look(self.worker, self.options.join)
             self.report.nodes = [mine.facts] if mine.facts else []
@@ -146,7 +156,8 @@ class Examination:
         """Print the report. Raises RunError when there are errors."""
         self._show()
         if self.board:
-            self.board.leave()
+            with limit(SPARE_SECONDS + LEAVE_SECONDS, self.worker.rank, "leaving"), contextlib.suppress(RuntimeError):
+                self.board.leave()
         if count := self.report.count_errors():
             errors = f"{count} error{'s' * (count > 1)}"
             raise RunError(f"not fit to train: {errors}, named above", same_on_every_rank=True)
