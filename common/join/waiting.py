@@ -54,16 +54,19 @@ class Every:
 
 
 @contextlib.contextmanager
-def limit(seconds: float, rank: int, what: str) -> Iterator[None]:
+def limit(seconds: float, rank: int, what: str, before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End this process, with one line, when the body takes longer. For calls into torch that may never return.
 
     A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
-    never be reached.
+    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far.
     """
 
     def give_up() -> None:
-        say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
-        os._exit(RunError.exit_code)
+        try:
+            before_exit()
+        finally:
+            say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
+            os._exit(RunError.exit_code)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
