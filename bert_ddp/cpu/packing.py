@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import BertForTokenClassification, PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
@@ -68,7 +67,7 @@ class Packing:
         positions = np.concatenate([np.arange(length) for length in lengths])
         return Packing(torch.from_numpy(positions), groups, torch.from_numpy(np.flatnonzero(has_label)))
 
-    def attend(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         """A layer's attention within each row; `hidden` and the result are (T, H)."""
         inner = layer.attention.self
         probability = inner.dropout.p if layer.training else 0.0
@@ -76,13 +75,14 @@ class Packing:
         projected = (projection(hidden).split(sizes) for projection in (inner.query, inner.key, inner.value))
         found = []
         for group, *flat in zip(self.groups, *projected, strict=True):
-            apart = (  # (G, heads, S, D)
+            query, key, value = (  # (G, heads, S, D)
                 (states if group.mask is None else _Pad.apply(states, group.places, group.tokens))
                 .view(group.rows, -1, inner.num_attention_heads, inner.attention_head_size)
                 .transpose(1, 2)
                 for states in flat
             )
-            context = attention(*apart, group.mask, probability).transpose(1, 2).flatten(2).flatten(0, 1)  # (G * S, H)
+            context = attention(query, key, value, group.mask, probability)  # (G, heads, S, D)
+            context = context.transpose(1, 2).flatten(2).flatten(0, 1)  # (G * S, H)
             found.append(context if group.mask is None else context.index_select(0, group.tokens))
         return torch.cat(found)
 
@@ -176,6 +176,6 @@ class Tagger(BertForTokenClassification):
         return TokenClassifierOutput(logits=self.classifier(self.dropout(_complete(last, attended, hidden))))
 
 
-def _complete(layer: nn.Module, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _complete(layer: Any, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """What follows attention in a layer, token by token (T, H): the residual connections and the feed-forward part."""
     return layer.feed_forward_chunk(layer.attention.output(attended, hidden))

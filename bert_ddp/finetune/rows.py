@@ -88,9 +88,7 @@ class Rows(Dataset):
         lengths = self.lengths[indices]
         mask = np.arange(lengths.max()) < lengths[:, None]  # (B, S)
         where = (self.starts[indices][:, None] + np.arange(lengths.max()))[mask]
-        labels = (
-            _padded(self.labels, where, mask, IGNORE) if self.per_token else int64_tensor(self.labels[indices])
-        )
+        labels = _padded(self.labels, where, mask, IGNORE) if self.per_token else int64_tensor(self.labels[indices])
         return Batch(
             tokens=_padded(self.tokens, where, mask, self.pad),
             segments=None if self.segments is None else _padded(self.segments, where, mask, 0),

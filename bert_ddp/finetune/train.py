@@ -64,10 +64,10 @@ def train(worker: Worker, args: Namespace) -> None:
         torch.manual_seed(derive_seed(args.seed, "weights"))
         pretrained.prepare(config, found.names, args.dropout)
         with group.first_on_node("the weights"):
-            net = pretrained.open_model(source, args.task, config, new_heads=True)
+            net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         cut = choose_passes(net, rows, device.type, args.micro_batch, args.compile)
-        torch.nn.Module.to(net, device, precision.dtype).train()  # transformers loads models for evaluation
+        net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         schedule = warm_up_then_decay(round(args.warmup * schedule_steps), schedule_steps)
@@ -191,7 +191,8 @@ def evaluate(
     result: list[Any] = [None]
     if gathered:
         everything = {row: labels for some in gathered for row, labels in some.items()}
-        found = held_out.answers(everything, net.config.id2label)
+        names: Any = net.config.id2label  # number -> name
+        found = held_out.answers(everything, names)
         score = scores.score_entities if held_out.rows.per_token else scores.score_classes
         result = [score(held_out.gold, found)]
         result[0].numbers.update(loss=total["loss"] / total["count"], count=len(held_out.gold))
