@@ -56,8 +56,8 @@ def train(worker: Worker, args: Namespace) -> None:
         group.agree(**{"data, labels and vocabulary, fingerprint": found.fingerprint})
         rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
-        limits = {"most_rows": args.micro_batch, "pass_tokens": PASS_TOKENS[device.type]}
-        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, **limits)
+        most_rows, pass_tokens = args.micro_batch, PASS_TOKENS[device.type]
+        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, most_rows, pass_tokens)
         train_loader = DataLoader(rows, batch_sampler=sampler, collate_fn=as_is)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
@@ -80,7 +80,8 @@ def train(worker: Worker, args: Namespace) -> None:
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: the batch of no rows here
-        model = ddp.wrap(net, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum(), args.compile)
+        compiled = torch.compile(net, dynamic=True) if args.compile else net  # dynamic: rows differ in length
+        model = ddp.wrap(compiled, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum())
         report = Report(group, plan, timer, options)
         for note in found.notes:
             report.line(note)
