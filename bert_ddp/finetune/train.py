@@ -80,7 +80,7 @@ def train(worker: Worker, args: Namespace) -> None:
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: the batch of no rows here
-        compiled = torch.compile(net, dynamic=True) if args.compile else net  # dynamic: rows differ in length
+        compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
         model = ddp.wrap(compiled, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum())
         report = Report(group, plan, timer, options)
         for note in found.notes:
