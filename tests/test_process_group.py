@@ -1,4 +1,7 @@
-"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it."""
+"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it.
+
+The trainer is a stranger's: an entry and a module beside it, outside this checkout.
+"""
 
 import re
 
@@ -8,12 +11,8 @@ from tests.harness import nodes_of, playing
 
 SILENCE = 5  # seconds of --timeout; on a busy machine connecting takes its time too
 
-TRAINER = """
-import os
-import signal
-import time
+ENTRY = """
 from common.launch import cli, start
-from common.errors import UserError
 
 
 def flags():
@@ -21,18 +20,28 @@ def flags():
 
 
 if __name__ == "__main__":
-    start.main(flags())
+    start.main(flags(), "different_times:train")
+"""
 
+MODULE = """
+import os
+import signal
+import time
 from pathlib import Path
+
 import torch.distributed as dist
-from bert_ddp.predict.lines import Parts, open_lines
+
+from bert_ddp.predict.lines import open_lines
+from bert_ddp.predict.parts import Parts
+from common.errors import UserError
 from common.join.process_group import process_group
+from common.launch import cli
 
 FOLDER = Path(__file__).parent
 
 
 def train(worker, args):
-    with process_group(worker, args) as group:
+    with process_group(worker, cli.join_options(args)) as group:
 """
 
 SLOW = """
@@ -46,12 +55,12 @@ SLOW = """
 """
 
 FAILING = """
-        with group.each_at_its_own_pace("the others") as hear_of_failures:
+        with group.each_at_its_own_pace("the others") as raise_failure:
             if worker.rank == 1:
                 raise UserError("rank 1 is at its wits' end")
             while worker.rank == 2:
                 time.sleep(0.01)
-                hear_of_failures()
+                raise_failure()
 """
 
 
@@ -76,7 +85,8 @@ def play_body(body, folder, *flags):
 
 
 def playing_body(body, folder, *flags):
-    (folder / "trainer.py").write_text(TRAINER + body)
+    (folder / "trainer.py").write_text(ENTRY)
+    (folder / "different_times.py").write_text(MODULE + body)
     given = nodes_of((1, 1, 1), folder)
     for node in given:
         node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
@@ -98,22 +108,22 @@ def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_p
 @pytest.mark.parametrize("turn", ["first_on_node", "each_at_its_own_pace"])
 def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, tmp_path):
     for number, result in enumerate(play_body(DYING.format(turn=turn), tmp_path, "--timeout", SILENCE)):
-        said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 5 s \(--timeout\)", result.output)
+        said = re.search(r"node 1 \(\S+, rank 1\) has had no heartbeat for 5 s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
 @pytest.mark.parametrize("turn", ["others_wait", "first_on_node", "each_at_its_own_pace"])
 def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, tmp_path):
     nodes = playing_body(FROZEN.format(turn=turn), tmp_path, "--timeout", SILENCE)
-    frozen, *others = nodes.workers
+    frozen, *others = nodes.processes
     try:
-        for worker in others:
-            worker.join(30)
-            assert worker.exitcode == 1
+        for process in others:
+            process.join(30)
+            assert process.exitcode == 1
     finally:
         frozen.kill()
     for log in nodes.logs[1:]:
-        assert "a question to the store (--timeout) did not end within 5 s: is a node frozen" in log.read_text()
+        assert "a request to the store (--timeout) did not end within 5 s: is a node frozen" in log.read_text()
 
 
 SAME_ERROR = """

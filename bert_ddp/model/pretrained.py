@@ -10,7 +10,6 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bert_ddp.cpu.packing import Tagger
 from common.errors import RunError, UserError
 
 # what each task's model is called in a config's `architectures`
@@ -21,7 +20,7 @@ ARCHITECTURES = {
     "embed": (),  # any BERT
 }
 CLASSES = {
-    "ner": Tagger,
+    "ner": transformers.BertForTokenClassification,
     "classify": transformers.BertForSequenceClassification,
     "fill-mask": transformers.BertForMaskedLM,
     "embed": transformers.BertModel,
@@ -79,6 +78,18 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
     # saved with the checkpoint, so that a pipeline cuts what the position table has no place for
     tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     return tokenizer
+
+
+def row_length(wanted: int | None, config: PretrainedConfig, name: str, default: int | None = None) -> int:
+    """The most tokens of a row: `wanted` (--max-length), or else `default`, or as many as the model has positions for.
+
+    Raises UserError where the model has fewer positions than `wanted`.
+    """
+    positions = config.max_position_embeddings
+    length = wanted or min(default or positions, positions)
+    if not 8 <= length <= positions:
+        raise UserError(f"--max-length is {length}, but --model {name} has positions for 8 to {positions} tokens")
+    return length
 
 
 def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool = False) -> PreTrainedModel:
