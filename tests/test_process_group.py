@@ -1,47 +1,16 @@
-"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it.
-
-The trainer is a stranger's: an entry and a module beside it, outside this checkout.
-"""
+"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it."""
 
 import re
 
 import pytest
 
-from tests.harness import nodes_of, playing
+from tests.harness import nodes_of, playing, write_trainer
 
 SILENCE = 5  # seconds of --timeout; on a busy machine connecting takes its time too
 
-ENTRY = """
-from common.launch import cli, start
-
-
-def flags():
-    return cli.parser("Ranks that need different times")
-
-
-if __name__ == "__main__":
-    start.main(flags(), "different_times:train")
-"""
-
-MODULE = """
-import os
-import signal
-import time
-from pathlib import Path
-
-import torch.distributed as dist
-
+IMPORTS = """
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
-from common.errors import UserError
-from common.join.process_group import process_group
-from common.launch import cli
-
-FOLDER = Path(__file__).parent
-
-
-def train(worker, args):
-    with process_group(worker, cli.join_options(args)) as group:
 """
 
 SLOW = """
@@ -85,12 +54,11 @@ def play_body(body, folder, *flags):
 
 
 def playing_body(body, folder, *flags):
-    (folder / "trainer.py").write_text(ENTRY)
-    (folder / "different_times.py").write_text(MODULE + body)
+    script = write_trainer(folder, body, IMPORTS)
     given = nodes_of((1, 1, 1), folder)
     for node in given:
         node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
-    return playing(folder / "trainer.py", given, folder)
+    return playing(script, given, folder)
 
 
 def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
