@@ -1,13 +1,13 @@
-"""Every command, path and link in README, docs and launch_scripts is true."""
+"""Every command, path and link in README, CONTRIBUTING, docs and launch_scripts is true."""
 
 import re
 import shlex
 
 import pytest
 
-from tests.harness import ROOT, flags_of
+from tests.harness import MNIST, ROOT, flags_of
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
 TRAINERS = {path.name: path for path in ROOT.glob("*_ddp/*-*.py")}
 FOLDERS = ("mnist_ddp", "bert_ddp", "common", "launch_scripts", "tests", "docs", "benchmarks", r"\.ci")
@@ -59,13 +59,37 @@ def test_every_make_target_and_module_exists(document):
         if match := re.match(r"make ([\w.-]+)$", line):
             assert match[1] in targets, line
         if match := re.search(r"-m common\.(\w+)", line):
-            assert (ROOT / "common" / f"{match[1]}.py").exists(), line
+            assert (ROOT / "common" / match[1] / "__main__.py").exists(), line
 
 
-def test_the_readme_names_every_module_of_common():
+def rooms() -> list[str]:
+    """The folders with Python files in common/ and bert_ddp/, and the modules at the top of common/."""
+    folders = {path.parent for name in ("common", "bert_ddp") for path in (ROOT / name).rglob("*.py")}
+    modules = [path for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
+    paths = [f"{folder.relative_to(ROOT)}/" for folder in folders - {ROOT / "common"}]
+    return sorted(paths) + [str(path.relative_to(ROOT)) for path in modules]
+
+
+def test_the_readme_names_every_room_and_only_files_that_are_there():
     text = (ROOT / "README.md").read_text()
-    modules = [path.name for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
-    assert [name for name in modules if f"common/{name}" not in text] == []
+    assert [room for room in rooms() if room not in text] == []
+    tree = re.findall(r"^    ((?:common|\w+_ddp)/(?:\w+/)?)  +(.*)$", text, re.MULTILINE)
+    named = [ROOT / room / file for room, line in tree for file in re.findall(r"[\w-]+\.py", line)]
+    assert len(named) > 10
+    assert [path for path in named if not path.exists()] == []
+
+
+def test_contributing_names_every_room_of_common():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [room for room in rooms() if room.startswith("common/") and room.rstrip("/") not in text] == []
+
+
+def test_the_lines_that_the_docs_change_are_lines_of_the_trainers():
+    """A line after "- " in a code block of the docs is in the MNIST trainer as it is."""
+    lines = [line[2:] for document in DOCUMENTS for line in code(document) if line.startswith("- ")]
+    source = MNIST.with_name("train.py").read_text()
+    assert len(lines) > 3
+    assert [line for line in lines if line not in source] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
