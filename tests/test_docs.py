@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from tests.harness import MNIST, ROOT, flags_of
+from tests.harness import ROOT, flags_of
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
@@ -85,10 +85,11 @@ def test_contributing_names_every_room_of_common():
 
 
 def test_the_lines_that_the_docs_change_are_lines_of_the_trainers():
-    """A line after "- " in a code block of the docs is in the MNIST trainer as it is."""
+    """A line after "- " in a code block of the docs is in a trainer as it is."""
     lines = [line[2:] for document in DOCUMENTS for line in code(document) if line.startswith("- ")]
-    source = MNIST.with_name("train.py").read_text()
-    assert len(lines) > 3
+    trainers = (ROOT / "mnist_ddp" / "train.py", ROOT / "bert_ddp" / "pretrain" / "train.py")
+    source = "".join(path.read_text() for path in trainers)
+    assert len(lines) >= 3
     assert [line for line in lines if line not in source] == []
 
 
