@@ -62,7 +62,7 @@ def test_every_make_target_and_module_exists(document):
             assert (ROOT / "common" / match[1] / "__main__.py").exists(), line
 
 
-def rooms() -> list[str]:
+def packages() -> list[str]:
     """The folders with Python files in common/ and bert_ddp/, and the modules at the top of common/."""
     folders = {path.parent for name in ("common", "bert_ddp") for path in (ROOT / name).rglob("*.py")}
     modules = [path for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
@@ -70,18 +70,19 @@ def rooms() -> list[str]:
     return sorted(paths) + [str(path.relative_to(ROOT)) for path in modules]
 
 
-def test_the_readme_names_every_room_and_only_files_that_are_there():
+def test_the_readme_names_every_package_and_only_files_that_are_there():
     text = (ROOT / "README.md").read_text()
-    assert [room for room in rooms() if room not in text] == []
+    assert [package for package in packages() if package not in text] == []
     tree = re.findall(r"^    ((?:common|\w+_ddp)/(?:\w+/)?)  +(.*)$", text, re.MULTILINE)
-    named = [ROOT / room / file for room, line in tree for file in re.findall(r"[\w-]+\.py", line)]
+    named = [ROOT / package / file for package, line in tree for file in re.findall(r"[\w-]+\.py", line)]
     assert len(named) > 10
     assert [path for path in named if not path.exists()] == []
 
 
-def test_contributing_names_every_room_of_common():
+def test_contributing_names_every_package_of_common():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert [room for room in rooms() if room.startswith("common/") and room.rstrip("/") not in text] == []
+    names = [package.rstrip("/") for package in packages() if package.startswith("common/")]
+    assert [name for name in names if name not in text] == []
 
 
 def test_the_lines_that_the_docs_change_are_lines_of_the_trainers():
