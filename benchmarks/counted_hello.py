@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.console import say
-from common.join.process_group import choose, connect, join
+from common.join.process_group import choose, connect, disconnect, join
 from common.join.store import OpenStore, open_store
 from common.launch import cli
 from common.launch.layout import Worker
@@ -55,5 +55,4 @@ def greet(worker: Worker, args: Namespace) -> None:
     if worker.is_main:
         own, torchs = (sum(count) for count in zip(*counts, strict=True))
         say(f"requests join {own} connect {torchs} rank0 {counts[0][0]} others {max(count[0] for count in counts[1:])}")
-    dist.barrier()
-    dist.destroy_process_group()
+    disconnect(worker, joined)

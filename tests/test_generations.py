@@ -3,18 +3,21 @@
 from tests.harness import nodes_of, playing, write_trainer
 
 AGAIN = """
-    from common.join.process_group import connect, join, choose
+    from common.join.process_group import Joined, choose, connect, disconnect, join
     from common.join.store import OpenStore
 
     device, backend, _ = choose(worker, group.options)
     opened = OpenStore(group.store, "127.0.0.1", "" if worker.is_main else "127.0.0.1")
+    joined = Joined(group.store, group.views, "127.0.0.1")
     for generation in (1, 2, 3):
-        dist.destroy_process_group()
+        disconnect(worker, joined)
         joined = join(worker, group.options, opened, device, backend, generation=generation)
         connect(worker, group.options, device, backend, joined)
         total = torch.full((), float(worker.rank + generation))
         dist.all_reduce(total)
         print(f"generation {generation}: {[view['rank'] for view in joined.views]} {total.item():.0f}")
+    with group.first_on_node("the end"):
+        pass
 """
 
 

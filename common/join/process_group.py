@@ -132,8 +132,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         if error.same_on_every_rank and not group.has_failed:  # all have heard of a failure that was announced
             before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
         raise
-    _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
-    dist.destroy_process_group()
+    disconnect(worker, joined)
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
@@ -200,7 +199,7 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
 
 
 def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
-    """Connect the ranks after `join`. Every rank must call this. To join again, first destroy the process group."""
+    """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`."""
     # The backend has the same timeout and explains more: let it speak first.
     with limit(options.timeout_seconds + LINGER_SECONDS, worker.rank, "connecting the ranks (--timeout)"):
         dist.init_process_group(
@@ -211,6 +210,15 @@ def connect(worker: Worker, options: JoinOptions, device: torch.device, backend:
             timeout=timedelta(seconds=options.timeout_seconds),
             device_id=device if backend == "nccl" else None,
         )
+
+
+def disconnect(worker: Worker, joined: Joined) -> None:
+    """Destroy the process group once all ranks are done with it: a rank that closed its connections earlier could cut
+    off another one's last collective. Every rank must call this. `join` and `connect` may follow."""
+    joined.store.add("done", 1)
+    poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
+    dist.destroy_process_group()
+    _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
 
 
 def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
