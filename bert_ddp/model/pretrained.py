@@ -10,7 +10,6 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bert_ddp.cpu.packing import Tagger
 from common.errors import RunError, UserError
 
 # what each task's model is called in a config's `architectures`
@@ -21,7 +20,7 @@ ARCHITECTURES = {
     "embed": (),  # any BERT
 }
 CLASSES = {
-    "ner": Tagger,
+    "ner": transformers.BertForTokenClassification,
     "classify": transformers.BertForSequenceClassification,
     "fill-mask": transformers.BertForMaskedLM,
     "embed": transformers.BertModel,
