@@ -8,11 +8,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 
-def tune(net: PreTrainedModel, device: torch.device) -> None:
-    """Let `net` compute faster on a CPU, in place, where bert_ddp/cpu is there; otherwise nothing changes.
+def tune(net: torch.nn.Module, device: torch.device) -> None:
+    """Let `net`, a model of `transformers`, compute faster on a CPU, in place, where bert_ddp/cpu is there; otherwise nothing changes.
 
     Its weights and its config stay as they are. Call it after the weights are loaded.
     """
