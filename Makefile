@@ -33,9 +33,11 @@ test: .venv  ## all that needs neither root nor a GPU nor a network
 test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Debian's packages
 	bash tests/cluster/run.sh
 
-lint: .venv
+lint: .venv  ## format, habits, types, and which room may import which
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: .venv
 	$(BIN)/ruff format .
@@ -47,5 +49,5 @@ bench: .venv  ## measured against peers, side by side; prints the tables of docs
 	$(BIN)/python benchmarks/finetune.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -56,7 +57,7 @@ class ImageDataset(Dataset):
         return self.images.shape[-1]
 
 
-def as_is(batch: Batch) -> Batch:
+def as_is(batch: Any) -> Any:
     """The DataLoader's collate function: `__getitems__` has made a batch already."""
     return batch
 

@@ -5,6 +5,7 @@ common/uneven cuts the batches.
 """
 
 from argparse import Namespace
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -54,7 +55,7 @@ def train(worker: Worker, args: Namespace) -> None:
         optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)
-        parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
         identity = {"data": f"{args.dataset} {fingerprint}"}

@@ -6,13 +6,16 @@ ten ranks in a second.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +97,7 @@ def _be(script: Path, flags: list[str], environ: dict[str, str], log: str) -> No
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(environ)
-    _heed_interrupts()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork server ignores it
     import torch
 
     torch.set_num_threads(1)
@@ -158,6 +161,35 @@ def kill(pid: int) -> None:
             one.kill()
 
 
+def write_trainer(folder: Path, body: str, imports: str = "") -> Path:
+    """A trainer of a stranger: its script in `folder`, and beside it a module whose `train(worker, args)` has this
+    body, with `group` its process group. Returns the script."""
+    module = f"""
+import os, signal, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+{imports}
+from common.errors import RunError, UserError
+from common.join.process_group import process_group
+from common.launch import cli
+
+FOLDER = Path(__file__).parent
+
+
+def train(worker, args):
+    with process_group(worker, cli.join_options(args)) as group:
+{textwrap.indent(textwrap.dedent(body), " " * 8)}
+"""
+    (folder / "stranger.py").write_text(module)
+    script = folder / "stranger-distributed.py"
+    script.write_text(
+        "from common.launch import cli, start\n\n"
+        'if __name__ == "__main__":\n    start.main(cli.parser("A stranger\'s trainer"), "stranger:train")\n'
+    )
+    return script
+
+
 def play(
     trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object, timeout: float = TIMEOUT_SECONDS
 ) -> list[Result]:
@@ -202,6 +234,14 @@ def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: ob
     for result in results:
         assert result.code == 0, result.output
     return results
+
+
+@functools.cache
+def flags_of(script: Path) -> set[str]:
+    """All flags that a program takes, as its --help shows them."""
+    shown = run("python", script, "--help")
+    assert shown.code == 0, shown.output
+    return set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", shown.output))
 
 
 # --- what a run has left -----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.uneven.batching import BatchPlan, micro_batches, plan_batches, split
+from common.uneven.batching import micro_batches, plan_batches, split
 
 
 @pytest.mark.parametrize("total, weights, parts", [
@@ -55,7 +55,7 @@ def test_shares_follow_weights_and_keep_the_global_batch():
 
 
 def test_a_tail_smaller_than_the_world_leaves_ranks_empty():
-    plan = BatchPlan(samples=12, shares=(3, 3, 2, 2))
+    plan = plan_batches(12, 10, 4, (3, 3, 2, 2))
     assert [len(plan.part(1, rank)) for rank in range(4)] == [1, 1, 0, 0]
 
 
@@ -71,3 +71,21 @@ def test_micro_batches_cut_a_part_and_only_the_last_is_last(length, size, expect
     pieces = list(micro_batches(list(range(length)), size))
     assert [(len(piece), is_last) for piece, is_last in pieces] == expected
     assert [sample for piece, _ in pieces for sample in piece] == list(range(length))
+
+
+def test_shares_that_change_count_from_their_step_on_and_leave_the_global_batch_as_it_is():
+    before = plan_batches(samples=100, global_batch=10, world_size=2)
+    after = before.with_shares((4, 1), from_step=13).with_shares((0, 1), from_step=15)
+    parts = [[len(after.part(step, rank)) for rank in range(2)] for step in range(12, 17)]
+    assert parts == [[5, 5], [8, 2], [8, 2], [0, 10], [0, 10]]
+    assert [after.global_count(step) for step in range(30)] == [before.global_count(step) for step in range(30)]
+
+
+def test_a_later_change_from_an_earlier_step_takes_the_place_of_the_one_before():
+    plan = plan_batches(100, 10, 2).with_shares((4, 1), from_step=13).with_shares((1, 4), from_step=12)
+    assert plan.shares_from == ((0, (5, 5)), (12, (2, 8)))
+
+
+def test_sums_in_steps_are_those_of_the_samples_of_each_step():
+    plan = plan_batches(samples=5, global_batch=2, world_size=3)
+    assert plan.sums_in_steps([10, 20, 30, 40, 50], [4, 0, 3, 1, 2]) == [60, 60, 30]

@@ -5,8 +5,7 @@ import shlex
 
 import pytest
 
-from common.launch import start
-from tests.harness import ROOT
+from tests.harness import ROOT, flags_of
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
@@ -47,8 +46,7 @@ def test_every_path_and_link_exists(document):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_names_flags_that_its_program_takes(document):
     for name, flags in commands(document):
-        parser = start.flags_of(TRAINERS[name])
-        known = {option for action in parser._actions for option in action.option_strings}
+        known = flags_of(TRAINERS[name])
         named = [flag.partition("=")[0] for flag in flags if re.match(r"--?[a-z]", flag)]
         unknown = [flag for flag in named if flag not in known]
         assert not unknown, f"{name} {' '.join(flags)}"

@@ -7,9 +7,10 @@ import jsonschema
 import pytest
 import yaml
 
-from common.launch.layout import host_and_port, layout_from
-from common.launch.start import flags_of
-from tests.harness import MNIST, ROOT
+from common.launch import cli
+from common.launch.addresses import host_and_port
+from common.launch.detect import layout_from
+from tests.harness import MNIST, ROOT, flags_of
 
 MANIFEST = yaml.safe_load((ROOT / "launch_scripts" / "jobset_uneven.yaml").read_text())
 SCHEMA = jsonschema.Draft202012Validator(json.loads((ROOT / "tests" / "jobset.schema.json").read_text()))
@@ -25,10 +26,12 @@ def layouts(monkeypatch) -> list:
     found = []
     for pod in pods():
         gpus = pod["resources"]["limits"]["nvidia.com/gpu"]
-        monkeypatch.setattr("common.layout._driver_gpus", lambda count=gpus: count)
+        monkeypatch.setattr("common.launch.gpus._driver_gpus", lambda count=gpus: count)
         python, script, *flags = [*pod["command"], *pod["args"]]
         assert (python, ROOT / script) == ("python3", MNIST)
-        found.append(layout_from(flags_of(MNIST).parse_args(flags), {}))
+        assert {flag for flag in flags if flag.startswith("-")} <= flags_of(MNIST)
+        args, _ = cli.parser("").parse_known_args(flags)
+        found.append(layout_from(cli.layout_flags(args), {}))
     return found
 
 

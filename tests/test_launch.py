@@ -1,12 +1,13 @@
 """Starting and ending: no process outlives its node's command, whatever ends it."""
 
+import os
 import signal
 import time
 
 import psutil
 import pytest
 
-from tests.harness import MNIST, start
+from tests.harness import MNIST, Node, kill, playing, start
 
 LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precision", "fp64")
 
@@ -14,23 +15,26 @@ LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precisi
 @pytest.fixture
 def command(tmp_path):
     """A node's command that trains for a long time, with three workers, once it writes metrics."""
-    started = start("python", MNIST, "-g", "3", *LONG, "--out-dir", tmp_path)
+    started = playing(MNIST, [Node(["-g", 3, *LONG, "--out-dir", tmp_path])], tmp_path)
+    (command,) = started.processes
     deadline = time.monotonic() + 60
     while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
-        assert started.process.poll() is None and time.monotonic() < deadline, started.result(1).output
+        assert command.is_alive() and time.monotonic() < deadline, started.logs[0].read_text()
         time.sleep(0.05)
     yield started
-    started.process.kill()
+    if command.is_alive():
+        kill(command.pid)
 
 
-def family(command) -> list[psutil.Process]:
-    """All processes that this command has started, workers and the fork server."""
-    return psutil.Process(command.process.pid).children(recursive=True)
+def ranks(command) -> list[psutil.Process]:
+    """All processes that this command has started: the three ranks."""
+    found = psutil.Process(command.processes[0].pid).children(recursive=True)
+    assert len(found) == 3
+    return found
 
 
-def workers_of(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """The three with connections of their own: the ranks."""
-    return [process for process in processes if process.num_threads() > 1 and process.net_connections()]
+def send(command, number: int) -> None:
+    os.kill(command.processes[0].pid, number)
 
 
 def all_gone(processes: list[psutil.Process], seconds: float = 15) -> bool:
@@ -39,10 +43,10 @@ def all_gone(processes: list[psutil.Process], seconds: float = 15) -> bool:
 
 
 def test_a_killed_worker_ends_its_node_with_its_name(command):
-    processes = family(command)
-    victim = workers_of(processes)[-1]
+    processes = ranks(command)
+    victim = processes[-1]
     victim.send_signal(signal.SIGKILL)
-    result = command.result(timeout=30)
+    (result,) = command.results(timeout=30)
     assert result.code == 128 + signal.SIGKILL or "lost contact" in result.output
     assert result.code != 0
     assert "was ended by SIGKILL" in result.output
@@ -53,18 +57,17 @@ def test_a_killed_worker_ends_its_node_with_its_name(command):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_command_takes_its_workers_along(command, number):
-    processes = family(command)
-    command.process.send_signal(number)
-    result = command.result(timeout=30)
+    processes = ranks(command)
+    send(command, number)
+    (result,) = command.results(timeout=30)
     assert result.code == 130
     assert "Traceback" not in result.output
     assert all_gone(processes)
 
 
 def test_a_killed_command_leaves_no_worker_behind(command):
-    processes = family(command)
-    command.process.kill()
-    command.process.wait()
+    processes = ranks(command)
+    send(command, signal.SIGKILL)
     assert all_gone(processes)
 
 
@@ -77,21 +80,24 @@ def test_a_command_runs_from_any_folder_and_from_its_own(tmp_path):
 
 
 def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
-    processes = family(command)
-    stopped = workers_of(processes)[-1]
+    processes = ranks(command)
+    stopped = processes[-1]
     stopped.send_signal(signal.SIGSTOP)
     try:
-        command.process.send_signal(signal.SIGINT)
+        send(command, signal.SIGINT)
         time.sleep(1.0)  # the command now waits for the stopped worker
-        command.process.send_signal(signal.SIGINT)
-        command.result(timeout=30)
+        send(command, signal.SIGINT)
+        command.results(timeout=30)
         assert all_gone(processes, seconds=3)
     finally:
         if stopped.is_running():
             stopped.kill()
 
 
-@pytest.mark.parametrize("kilobytes, message", [(0, "could not start the workers"), (1, "could not write into")])
+@pytest.mark.parametrize(
+    "kilobytes, message",
+    [(0, "could not load mnist_ddp.train: No usable temporary directory"), (1, "could not write into")],
+)
 def test_a_disk_without_room_is_named_in_one_line(kilobytes, message, tmp_path):
     limited = (
         "bash",

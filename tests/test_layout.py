@@ -9,7 +9,9 @@ import pytest
 from common.errors import UserError
 from common.join import meeting_file
 from common.launch import cli
-from common.launch.layout import expand_counts, expand_hosts, host_and_port, layout_from, tcp_address
+from common.launch.addresses import host_and_port, tcp_address
+from common.launch.detect import layout_from
+from common.launch.slurm import expand_counts, expand_hosts
 
 TORCHRUN = {
     **{"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
@@ -30,7 +32,7 @@ TCP = "--distributed-init-method tcp://nodea:11111 "
 
 
 def layout_of(flags: str, environ: dict | None = None):
-    return layout_from(cli.parser("").parse_args(flags.split()), environ or {})
+    return layout_from(cli.layout_flags(cli.parser("").parse_args(flags.split())), environ or {})
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def node_with(monkeypatch):
     """A node with this many GPUs, as the driver would list them."""
 
     def set_gpus(count: int) -> None:
-        monkeypatch.setattr("common.layout._driver_gpus", lambda: count)
+        monkeypatch.setattr("common.launch.gpus._driver_gpus", lambda: count)
 
     set_gpus(0)
     return set_gpus
@@ -255,7 +257,7 @@ def test_an_address_survives_the_way_there_and_back(host):
         ("", without(MPICH, "MPI_LOCALRANKID"), "is set, but MPI_LOCALRANKID is not"),
         ("", without(SRUN, "SLURM_LOCALID"), "SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=4 is set, but SLURM_LOCALID is not"),
         ("", without(SRUN, "SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE"), "SLURM_GTIDS and SLURM_STEP_TASKS"),
-        ("", SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, "do not tell on nodeb where rank 0 is"),
+        ("", SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, "on nodeb do not say where rank 0 is"),
         ("--distributed-init-method env:// --distributed-world-size 2 --distributed-gpus 2", {"MASTER_PORT": "1"},
          "--distributed-init-method env:// and MASTER_PORT=1 is set, but MASTER_ADDR is not"),
         # HetSeq's flags
@@ -280,14 +282,14 @@ def test_an_address_survives_the_way_there_and_back(host):
                 ("tcp://nodea:99999", "is tcp://nodea:99999: give tcp://HOST:PORT"),
                 ("http://nodea:1", "is http://nodea:1: give tcp://HOST:PORT"),
                 ("tcp://fd77::1:29500", "an IPv6 address needs brackets, tcp://[fd77::1]:29500"),
-                ("file://shared/meeting", "after file:// comes the whole path of a file"),
-                ("file:///shared/", "after file:// comes the whole path of a file"),
+                ("file://shared/meeting", "give the absolute path of a file"),
+                ("file:///shared/", "give the absolute path of a file"),
             ]
         ),
         # numbers that cannot be
         ("", TORCHRUN | {"RANK": "4"}, "RANK is 4, but WORLD_SIZE=4 allows 0 to 3"),
         ("", TORCHRUN | {"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 of 1 here"),
-        ("", TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four' in the environment, which is no whole number"),
+        ("", TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four' in the environment, but must be a whole number"),
         ("", TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT is -1 in the environment"),
         ("", SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID is 4, but SLURM_STEP_NUM_TASKS=4 allows 0 to 3"),
         ("", TORCHRUN | {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}, "TORCH_ELASTIC_WORKER_IDENTICAL is 1"),
@@ -333,7 +335,7 @@ def test_cuda_without_a_gpu_is_refused():
 
 
 def test_a_meeting_file_in_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="here is no folder"):
+    with pytest.raises(UserError, match="there is no folder"):
         meeting_file.check(f"file://{tmp_path}/missing/meeting")
 
 
@@ -355,5 +357,5 @@ def test_a_file_that_a_run_has_left_may_be_used_again(content, tmp_path):
 
 
 def test_layouts_are_found_without_torch():
-    code = "import sys, common.cli, common.layout, common.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, common.launch.start; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -22,11 +22,9 @@ def test_ranks_meet_over_a_file_and_take_it_away(tmp_path):
 def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
     meeting = tmp_path / "meeting"
     dead = playing(MNIST, nodes(meeting, tmp_path / "run")[:1], tmp_path)
-    while not (meeting.exists() and b"response" in meeting.read_bytes()):
-        assert any(worker.is_alive() for worker in dead.workers), dead.results()
-    for worker in dead.workers:
-        worker.kill()
-        worker.join()
+    while not (meeting.exists() and b"answer/" in meeting.read_bytes()):
+        assert dead.processes[0].is_alive(), dead.results()
+    dead.kill()
     results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
     assert [result.code for result in results] == [0, 0], results
     assert "of a run that has ended: they are passed over" in results[0].output

@@ -51,3 +51,20 @@ def test_seeds_of_different_purposes_do_not_meet():
     seeds = [derive_seed(seed, *purpose) for seed in range(20) for purpose in purposes]
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_shares_that_change_in_mid_epoch_leave_every_global_batch_as_it_is():
+    plan = plan_batches(samples=103, global_batch=16, world_size=3)
+    samplers = [UnevenDistributedSampler(plan, rank, seed=0) for rank in range(3)]
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    running = [iter(sampler) for sampler in samplers]
+    taken = []
+    for step in range(plan.steps_per_epoch):
+        if step == 3:
+            for sampler in samplers:
+                sampler.plan = plan.with_shares((5, 0, 1), from_step=2 * plan.steps_per_epoch + step)
+        parts = [next(parts) for parts in running]
+        assert (len(parts[1]) == 0) == (step >= 3)
+        taken.append(joined(parts))
+    assert taken == steps(1, epoch=2)

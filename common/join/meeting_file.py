@@ -1,11 +1,11 @@
-"""The file of `file://`, where the ranks of a job meet instead of at an address: may it work at all?"""
+"""The file of `file://`, where the ranks of a job meet instead of at an address: can it work?"""
 
 import os
 from pathlib import Path
 
 from common.errors import UserError
 
-# File systems of one machine alone. (A network file system, or an unknown one, gets the benefit of the doubt.)
+# File systems that only one machine can see. A network file system, or an unknown one, may be shared.
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
 FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (4 bytes), key, length, value, ...
 
@@ -16,7 +16,7 @@ def check(url: str) -> Path:
     says = f"--distributed-init-method is {url}"
     if not path.parent.is_dir():
         raise UserError(
-            f"{says}, but here is no folder {path.parent}: make it, shared by all nodes, or use tcp://HOST:PORT"
+            f"{says}, but there is no folder {path.parent} here: make it, shared by all nodes, or use tcp://HOST:PORT"
         )
     if path.is_dir():
         raise UserError(f"{says}, which is a folder: name a file in it")
@@ -34,7 +34,7 @@ def _is_store(path: Path) -> bool:
 
 
 def local_file_system(path: Path) -> str | None:
-    """The kind of file system that holds `path` where no other machine can see it, such as ext4; None elsewhere."""
+    """The kind of file system that holds `path`, such as ext4, where no other machine can see it; None elsewhere."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -42,7 +42,7 @@ def local_file_system(path: Path) -> str | None:
     folder = path.parent.resolve()
     holding = [(len(mount[1]), mount[2]) for mount in mounts if folder.is_relative_to(_unescaped(mount[1]))]
     longest = max((length for length, _ in holding), default=0)
-    kinds = [kind for length, kind in holding if length == longest]  # the last one mounted lies on top
+    kinds = [kind for length, kind in holding if length == longest]  # the one mounted last is the one in use
     return kinds[-1] if kinds and kinds[-1] in LOCAL else None
 
 

@@ -19,7 +19,7 @@ def local_addresses() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that carries `address`, or None where it is not an address of this machine."""
+    """The interface that has this address, or None where it is not an address of this machine."""
     if address.startswith("127."):
         address = "127.0.0.1"
     for name, addresses in local_addresses().items():
@@ -34,11 +34,11 @@ def resolve(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return []
-    return list(dict.fromkeys(entry[4][0].partition("%")[0] for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
 
 
 def is_local(host: str) -> bool:
-    """True where `host` names this machine: a wildcard, a loopback address or one of its interfaces'."""
+    """Does `host` name this machine: a wildcard, a loopback address or the address of one of its interfaces?"""
     addresses = resolve(host)
     return any(address in ("0.0.0.0", "::") or interface_of(address) for address in addresses)
 
@@ -46,8 +46,8 @@ def is_local(host: str) -> bool:
 def own_address(interface: str | None = None) -> str:
     """The address under which other nodes most likely reach this one.
 
-    That of `interface` where it is named; else the one that the default route would use; else the first one of
-    a real interface; else loopback.
+    The address of `interface` where one is named; else the one that the default route uses; else the first address of
+    a physical interface; else loopback.
     """
     addresses = local_addresses()
     if interface:
@@ -68,6 +68,6 @@ def own_address(interface: str | None = None) -> str:
 
 
 def source_address(host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
-    """Connect to host:port once; returns (our address, theirs) of that connection. Raises OSError."""
+    """Connect to host:port once. Returns (our address, theirs) of that connection. Raises OSError."""
     with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
         return connection.getsockname()[0], connection.getpeername()[0]

@@ -14,7 +14,8 @@ def from_openmpi(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | Non
     """mpirun of Open MPI: this process is one of its tasks."""
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    names = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    of = "OMPI_COMM_WORLD"
+    names = (f"{of}_RANK", f"{of}_SIZE", f"{of}_LOCAL_RANK", f"{of}_LOCAL_SIZE")
     refuse_half_set(environ, names, "mpirun")
     job = "".join(filter(str.isdigit, environ.get("PMIX_NAMESPACE", ""))) or "0"
     init_method = _meeting(flags, environ, names, "-x MASTER_ADDR=HOST", job_port(int(job)))

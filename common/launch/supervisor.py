@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from common.console import say
+from common.errors import ExplainedError
 from common.launch import worker
 from common.launch.layout import Worker
 
@@ -34,6 +35,9 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         return _run_all([_process(context, target, one, args) for one in workers])
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ExplainedError as error:
+        say(f"error: {error}", error=True)
+        return error.exit_code
 
 
 def _context(target: str) -> BaseContext:

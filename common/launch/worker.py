@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.console import say
-from common.errors import ExplainedError
+from common.errors import ExplainedError, RunError
 from common.launch.layout import Worker
 
 LEAVE_SECONDS = 5.0  # for a rank that has failed to stay until the others have heard of it
@@ -37,9 +37,12 @@ LOST_CONTACT = (
 
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
-    """The function that "module:function" names."""
+    """The function that "module:function" names. Raises RunError where its module cannot be loaded for want of disk."""
     module, _, function = target.partition(":")
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except OSError as error:  # torch writes temporary files
+        raise RunError(f"could not load {module}: {error.strerror or error}: make room in TMPDIR or /tmp") from None
 
 
 def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) -> NoReturn:

@@ -5,6 +5,9 @@ import time
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+
+from common.uneven.timer import StepTimer
 
 
 class Clock:
@@ -38,6 +41,20 @@ class Clock:
     def seconds_here(self) -> float:
         """Seconds of training of this run alone."""
         return time.perf_counter() - self.began - self.paused_seconds
+
+
+def gather_steps(
+    timer: StepTimer, loss_sums: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss sums, compute ms, exchange ms) of all ranks for the steps since the last call, each (ranks, steps) on the
+    CPU. `loss_sums` has one scalar a step, of this rank. Every rank must call this."""
+    compute, exchange = timer.take()
+    sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
+    mine = torch.stack([sums, sums.new_tensor(compute), sums.new_tensor(exchange)])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    sums, compute_ms, exchange_ms = torch.stack(everyone).cpu().unbind(dim=1)
+    return sums, compute_ms, exchange_ms
 
 
 def split_times(compute: torch.Tensor, exchange: torch.Tensor) -> dict[str, torch.Tensor]:

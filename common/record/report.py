@@ -18,7 +18,7 @@ from common.errors import RunError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import run_json, wording
-from common.record.clock import Clock, split_times
+from common.record.clock import Clock, gather_steps, split_times
 from common.record.metrics import Metrics
 from common.record.plots import plot_curves
 from common.record.terminal import Terminal
@@ -39,7 +39,7 @@ class Noted:
     step: int
     loss_sum: torch.Tensor  # of this rank's samples
     count: float  # over all ranks
-    lr: float
+    lr: float | torch.Tensor
     grad_norm: torch.Tensor
 
 
@@ -101,7 +101,12 @@ class Report:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def note(
-        self, step: int, loss_sum: torch.Tensor, lr: float, grad_norm: torch.Tensor, count: float | None = None
+        self,
+        step: int,
+        loss_sum: torch.Tensor,
+        lr: float | torch.Tensor,
+        grad_norm: torch.Tensor,
+        count: float | None = None,
     ) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
@@ -121,7 +126,7 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        loss_sums, compute, exchange = self._gather([one.loss_sum for one in noted])
+        loss_sums, compute, exchange = gather_steps(self.timer, [one.loss_sum for one in noted])
         samples = sum(self.plan.global_count(one.step - 1) for one in noted)
         rate = samples / self.clock.lap()
         self.samples += samples
@@ -139,21 +144,11 @@ class Report:
             self.metrics.write("ranks", self.last_step, shares=self.plan.shares_at(self.last_step - 1), **means)
             for one, row in zip(noted, done, strict=True):
                 if row.step % self.options.log_every == 0:
-                    numbers = {"loss": row.loss, "lr": one.lr, "grad_norm": row.grad_norm}
+                    numbers = {"loss": row.loss, "lr": float(one.lr), "grad_norm": row.grad_norm}
                     self.metrics.write("train", row.step, **numbers, samples_per_second=rate)
         if self.terminal:
             self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
         return done
-
-    def _gather(self, loss_sums: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss sums, compute ms, exchange ms) of all ranks for the noted steps, each (ranks, steps) on the CPU."""
-        compute, exchange = self.timer.take()
-        sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
-        mine = torch.stack([sums, sums.new_tensor(compute), sums.new_tensor(exchange)])
-        everyone = [torch.empty_like(mine) for _ in range(self.group.worker.world_size)]
-        dist.all_gather(everyone, mine)
-        sums, compute_ms, exchange_ms = torch.stack(everyone).cpu().unbind(dim=1)
-        return sums, compute_ms, exchange_ms
 
     # --- evaluation, summary -----------------------------------------------------------------------------------
 

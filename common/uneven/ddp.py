@@ -36,11 +36,12 @@ def wrap(
     """
     # Buffers are constants here, the same on every rank: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         CompiledUnlessEmpty(model) if compiled else model,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{"forward_sync_buffers" if newer else "broadcast_buffers": False},
+        **keep_buffers,
     )
     wrapped.register_comm_hook(timer, _sum_over_ranks)
     empty_loss(wrapped).backward()
