@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "
 META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
 
 
-def flags(tmp_path, **changes):
+def options(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 90}))
-    values = {"objective": "mlm", "init_from": None, "dropout": 0.0, "config_file": tmp_path / "config.json"}
-    return SimpleNamespace(**{**values, "preset": "tiny", "checkpoint_activations": False, **changes})
+    values = {"objective": "mlm", "dropout": 0.0, "config_file": tmp_path / "config.json"}
+    return bert.ModelOptions(**{**values, "preset": "tiny", "checkpoint_activations": False, **changes})
 
 
 def inputs(rows):
@@ -31,7 +30,7 @@ def inputs(rows):
 @pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_at_masked_positions_are_those_of_transformers(objective, padded, tmp_path):
-    net = bert.build(flags(tmp_path, objective=objective), META).double()
+    net = bert.build(options(tmp_path, objective=objective), META).double()
     given = inputs(4)
     if padded:
         given["attention_mask"] = torch.arange(16) < torch.tensor([16, 9, 12, 16])[:, None]
@@ -49,7 +48,7 @@ def test_logits_at_masked_positions_are_those_of_transformers(objective, padded,
 
 @pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
 def test_zero_rows_give_zero_gradients_to_every_weight(objective, tmp_path):
-    net = bert.build(flags(tmp_path, objective=objective), META)
+    net = bert.build(options(tmp_path, objective=objective), META)
     bert.sum_of(net(**inputs(0))).backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
 
@@ -58,14 +57,14 @@ def test_checkpointed_activations_give_the_same_gradients(tmp_path):
     given, found = inputs(4), []
     for again in (False, True):
         torch.manual_seed(0)
-        net = bert.build(flags(tmp_path, checkpoint_activations=again, dropout=0.1), META)
+        net = bert.build(options(tmp_path, checkpoint_activations=again, dropout=0.1), META)
         bert.sum_of(net(**given)).backward()
         found.append(net.bert.embeddings.word_embeddings.weight.grad)
     assert torch.allclose(*found, atol=1e-6)
 
 
 def test_weight_tying_survives(tmp_path):
-    net = bert.build(flags(tmp_path), META)
+    net = bert.build(options(tmp_path), META)
     assert net.cls.predictions.decoder.weight is net.bert.embeddings.word_embeddings.weight
 
 

@@ -11,9 +11,10 @@ import torch
 
 
 def tune(net: torch.nn.Module, device: torch.device) -> None:
-    """Let `net`, a model of `transformers`, compute faster on a CPU, in place, where bert_ddp/cpu is there; otherwise nothing changes.
+    """Let `net` compute faster on a CPU where bert_ddp/cpu is there; otherwise nothing changes.
 
-    Its weights and its config stay as they are. Call it after the weights are loaded.
+    `net` is a model of transformers and is changed in place. Its weights and its config stay as they are. Call this
+    after the weights are loaded.
     """
     if tuning := for_cpu("tuning", device):
         tuning.tune(net)

@@ -119,7 +119,7 @@ def build(options: ModelOptions, meta: dict[str, Any], init_from: str | None = N
     Its weights are drawn from torch's seed, or are those of the folder or hub name `init_from`; heads that this lacks
     are drawn. Raises UserError where a config, a checkpoint and a corpus do not fit together.
     """
-    kind = MaskedLMAndNextSentence if options.objective == "mlm+nsp" else MaskedLM
+    kind: Any = MaskedLMAndNextSentence if options.objective == "mlm+nsp" else MaskedLM
     config = _config(options, meta, init_from)
     _check_fit(config, meta, init_from or options.config_file or f"--preset {options.preset}")
     config.architectures = [pretrained.architecture_of(kind)]

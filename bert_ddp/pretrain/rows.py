@@ -46,8 +46,11 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{name: None if value is None else change(value) for name, value in values.items()})
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            changed[field.name] = None if value is None else change(value)
+        return Batch(**changed)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
@@ -91,7 +94,8 @@ class MaskedRows(Dataset):
         self.is_special[special] = True
         maskable = np.asarray(table["maskable"][:]).astype(np.int64)
         chosen = np.floor(maskable * masking.probability + 0.5).astype(np.int64)
-        self.counts = maskable if meta["stored_masks"] else np.minimum(maskable, np.maximum(1, chosen))  # (rows,)
+        counts = maskable if meta["stored_masks"] else np.minimum(maskable, np.maximum(1, chosen))
+        self.counts = torch.from_numpy(counts)  # (rows,)
         self.most = max(1, int(self.counts.max()))  # P
 
     def __len__(self) -> int:
@@ -131,7 +135,7 @@ class MaskedRows(Dataset):
             return ids, positions, np.where(positions == 0, IGNORED, rows["masked_labels"])
         length, most = ids.shape[1], self.most
         random = self._random(indices, length + 2 * most)
-        positions = self._choose(ids, rows["length"], self.counts[list(indices)], random[:, :length])
+        positions = self._choose(ids, rows["length"], self.counts[list(indices)].numpy(), random[:, :length])
         listed = positions > 0
         labels = np.take_along_axis(ids, positions, axis=1)
         covered = self._cover(labels, random[:, length : length + most], random[:, length + most :])

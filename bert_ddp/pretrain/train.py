@@ -7,6 +7,7 @@ common/uneven cuts the batches.
 import math
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -70,7 +71,7 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-        parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
         identity = {"data": f"{args.objective} {text.fingerprint}"}
@@ -149,19 +150,21 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
     meet only once, in `reduce`. Every rank must call this.
     """
     net.eval()
-    sums = Sums("loss", "correct", "count", "next_correct", "rows", device=device)
+    sums = Sums("loss", "correct", "count", "next_correct", "next_count", device=device)
     for batch in loader:
         batch = batch.to(device)
         with precision.autocast():
             logits, next_logits = net(**batch.inputs)
             labels = batch.labels.flatten()
             loss_sum = cross_entropy(logits, labels, reduction="sum")
-        next_correct = 0 if next_logits is None else (next_logits.argmax(dim=1) == batch.next_labels).sum()
-        counted = (labels != rows.IGNORED).sum()
-        sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), counted, next_correct, len(batch))
+        sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), (labels != rows.IGNORED).sum(), 0, 0)
+        if next_logits is not None:
+            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch))
     net.train()
     total = sums.reduce()
     count = total["count"]
     found = {"loss": total["loss"] / count, "accuracy": total["correct"] / count, "count": int(count)}
     found["perplexity"] = math.exp(min(found["loss"], 700.0))
-    return found if net.bert.pooler is None else found | {"next_accuracy": total["next_correct"] / total["rows"]}
+    if total["next_count"]:
+        found["next_accuracy"] = total["next_correct"] / total["next_count"]
+    return found

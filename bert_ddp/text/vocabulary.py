@@ -22,7 +22,7 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
         return from_words(_read_words(Path(name)), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever the network, the hub and its client come up with
+    except Exception as error:  # the network, the hub and its client raise many kinds
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
             f"--vocab {name} is no file, no tokenizer's folder and no name that the hub knows ({reason}): "
@@ -34,6 +34,7 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
     if not tokenizer.is_fast:
         raise UserError(f"--vocab {name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
     # A tokenizer.json may hold how it was last used, such as "cut at 128, pad to 128", but rows need the whole text.
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -48,7 +49,7 @@ def _read_words(path: Path) -> list[str]:
         except UnicodeDecodeError:
             raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
         if word in seen:
-            raise UserError(f"--vocab {path}, line {number}: {word!r} stands on line {seen[word]} already: keep one")
+            raise UserError(f"--vocab {path}, line {number}: {word!r} is on line {seen[word]} already: keep one")
         seen[word] = number
         words.append(word)
     for token in SPECIAL:
