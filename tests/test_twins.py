@@ -47,6 +47,13 @@ def test_the_steps_that_make_training_exact_are_the_same_lines():
         assert places == sorted(places), path
 
 
+def test_the_entries_end_in_the_same_call():
+    for entry, module in ((MNIST, "mnist_ddp.train"), (BERT, "bert_ddp.pretrain.train")):
+        *_, guard, call = body(entry)
+        assert guard == 'if __name__ == "__main__":'
+        assert call == f'    start.main(flags(), "{module}:train", cli.check_training)'
+
+
 def test_two_of_three_lines_of_the_mnist_trainer_stand_in_the_bert_trainer():
     mnist, bert = (body(path) for path in TRAINERS)
     blocks = difflib.SequenceMatcher(a=mnist, b=bert, autojunk=False).get_matching_blocks()
