@@ -28,8 +28,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from bert_ddp.finetune import tasks
+from bert_ddp.finetune.examples import Sentence, label_names
+from bert_ddp.finetune.rows import IGNORE
 from bert_ddp.finetune.scores import score_entities
+from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences
 from common.uneven.batching import plan_batches
 from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
@@ -38,14 +40,14 @@ from common.uneven.seeding import derive_seed
 class Examples(torch.utils.data.Dataset):
     """Tokenized sentences, the label on the first piece of each word."""
 
-    def __init__(self, sentences: list[tasks.Sentence], names: list[str], tokenizer):
+    def __init__(self, sentences: list[Sentence], names: list[str], tokenizer):
         self.rows = []
         for sentence in sentences:
             row = tokenizer(sentence.words, is_split_into_words=True, truncation=True, max_length=128)
             words = row.word_ids()
             first = [word is not None and word != before for before, word in zip([None, *words], words, strict=False)]
             row["labels"] = [
-                names.index(sentence.tags[word]) if begins else tasks.IGNORE
+                names.index(sentence.tags[word]) if begins else IGNORE
                 for word, begins in zip(words, first, strict=True)
             ]
             self.rows.append(dict(row))
@@ -105,9 +107,9 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, help="instead of the model's own")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    sources = tasks.find_sources(args.data, {})
-    sentences = {role: tasks.read_sentences(source, role) for role, source in sources.items()}
-    names = tasks.label_names(sentences["train"])
+    sources = find_sources(DataOptions("ner", args.data))
+    sentences = {role: read_sentences(source, role) for role, source in sources.items()}
+    names = label_names(sentences["train"])
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sets = {role: Examples(some, names, tokenizer) for role, some in sentences.items()}
     torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -119,7 +121,7 @@ def main() -> None:
     def metrics(prediction) -> dict[str, float]:
         answers = prediction.predictions.argmax(-1)
         pairs = [
-            [(names[label], names[answer]) for label, answer in zip(*row, strict=True) if label != tasks.IGNORE]
+            [(names[label], names[answer]) for label, answer in zip(*row, strict=True) if label != IGNORE]
             for row in zip(prediction.label_ids, answers, strict=True)
         ]
         gold, found = ([[pair[side] for pair in row] for row in pairs] for side in (0, 1))

@@ -5,7 +5,8 @@
     bert-predict.py ... -n 2 -g 8,2 -i 0            # on the node with 8 GPUs; prints the next line
     bert-predict.py ... -n 2 -g 8,2 -i 1 --master-addr NODE0       # on the node with 2
 
-One JSON object a line, in the order of the lines, on node 0. The same command goes on after an interruption.
+Node 0 writes one JSON object for each line, in the order of the lines. After an interruption the same command keeps
+what is done and computes the rest.
 """
 
 import sys
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any fo
 
 from common.errors import UserError
 from common.launch import cli, start
-from common.launch.layout import Layout, Worker
+from common.launch.layout import Layout
 
 
 def flags() -> ArgumentParser:
@@ -51,55 +52,4 @@ def check(args: Namespace, layout: Layout) -> None:
 
 
 if __name__ == "__main__":
-    # A wrong flag is answered before torch is imported. `launch` then loads this file once more in every worker,
-    # as a module, so that it goes on below this line, and calls train() there.
-    start.main(flags(), check)
-
-import hashlib
-
-import torch.distributed as dist
-
-from bert_ddp.model import pretrained
-from bert_ddp.predict.answers import Answerer
-from bert_ddp.predict.lines import Parts, open_lines
-from common.join.process_group import process_group
-from common.record.report import say
-from common.uneven.precision import Precision
-
-
-def train(worker: Worker, args: Namespace) -> None:
-    """One process's whole life: join, load, answer chunk by chunk, bring the answers together. Every rank runs it."""
-    with process_group(worker, args) as group:
-        device, precision = group.device, Precision(args.precision, group.device)
-        with group.first_on_node("loading the model"):
-            source = pretrained.locate(args.model)
-            config = pretrained.open_config(source, args.task)
-            tokenizer = pretrained.open_tokenizer(source, config)
-            net = pretrained.open_model(source, args.task, config).to(device)
-            lines = open_lines(args.input, args.chunk)
-        length = args.max_length or config.max_position_embeddings
-        if not 8 <= length <= config.max_position_embeddings:
-            raise UserError(
-                f"--max-length is {length}, but --model {args.model} has positions for 8 to "
-                f"{config.max_position_embeddings} tokens",
-                same_on_every_rank=True,
-            )
-        weights = pretrained.fingerprint(net)
-        group.agree(**{"--input, fingerprint": lines.fingerprint, "--model, fingerprint": weights})
-
-        # Parts of other lines, other weights or another task are never taken for ours.
-        what = f"{lines.fingerprint} {weights} {args.task} {length} {args.top_k} {args.precision} {args.chunk}"
-        job = hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
-        parts = Parts(group, (args.shared_dir or args.output.parent) / f"{args.output.name}.parts-{job}", lines.chunks)
-        if worker.is_main:
-            say(
-                worker,
-                f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {source}, {worker.world_size} ranks",
-            )
-        answerer = Answerer(args.task, net, tokenizer, precision, args.batch, length, args.top_k)
-        before = parts.compute(lines, answerer.answer)
-        sent = parts.join(args.output)
-        if worker.is_main:
-            how = f"{lines.chunks - before:,} chunks computed, {before:,} kept, {sent:,} sent over the network"
-            say(worker, f"done     {args.output}: {lines.lines:,} answers; {how}")
-        dist.barrier()
+    start.main(flags(), "bert_ddp.predict.run:predict", check)

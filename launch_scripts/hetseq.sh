@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # The layouts of HetSeq's documentation, and 8+2, in HetSeq's own flags.
-# Run it on each node, once; NODE is the node's number, MEETING where rank 0 is or a file that all nodes share:
+# Run it once on each node. NODE is the number of the node. MEETING is the address of rank 0, or a file that all nodes
+# share:
 #   launch_scripts/hetseq.sh one-gpu TRAINER [FLAGS...]                  # the second GPU of this machine
 #   launch_scripts/hetseq.sh one-node TRAINER [FLAGS...]                 # four GPUs of this machine
 #   MEETING=tcp://NODE0:11111 NODE=0 launch_scripts/hetseq.sh four-nodes TRAINER [FLAGS...]      # and NODE=1, 2, 3
 #   MEETING=file:///shared/communicate.txt NODE=0 launch_scripts/hetseq.sh four-nodes TRAINER    # and NODE=1, 2, 3
 #   MEETING=tcp://NODE0:11111 NODE=0 launch_scripts/hetseq.sh uneven TRAINER [FLAGS...]          # 8+2; and NODE=1
-# GPUS=A,B,... gives other numbers of GPUs for the nodes of four-nodes and uneven.
+# GPUS=A,B,... sets other numbers of GPUs for the nodes of four-nodes and uneven.
 set -euo pipefail
 usage='usage: hetseq.sh one-gpu|one-node|four-nodes|uneven TRAINER [FLAGS...]'
 layout=${1:?$usage}; trainer=${2:?$usage}; shift 2
 
-of_node() { # of_node A,B,...: world size, GPUs of node NODE and the first rank there
+of_node() { # of_node A,B,...: the world size, the GPUs of node NODE, and its first rank
   local sizes=(${1//,/ }) size
   world=0 first=0
   for size in "${sizes[@]}"; do world=$((world + size)); done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # mpirun (Open MPI) or mpiexec (MPICH, Intel MPI) on nodes with different numbers of GPUs, over ssh.
-# Run it once, on any node that reaches the others by ssh:
+# Run it once, on any node that can reach the others by ssh:
 #   launch_scripts/mpirun_uneven.sh NODE0:8,NODE1:2 TRAINER [FLAGS...]
-# The first host is where rank 0 runs. SSH_CONFIG names a configuration file for ssh; torch needs no MPI itself.
+# Rank 0 runs on the first host. SSH_CONFIG names a configuration file for ssh. torch itself needs no MPI.
 set -euo pipefail
 usage='usage: mpirun_uneven.sh HOST:GPUS,HOST:GPUS TRAINER [FLAGS...]'
 hosts=${1:?$usage}; trainer=${2:?$usage}; shift 2

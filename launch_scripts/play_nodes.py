@@ -1,53 +1,111 @@
 #!/usr/bin/env python3
-"""Play every node of a layout on this machine: one terminal, real processes, loopback.
+"""Run every node of a layout on this machine: one terminal, real processes, the loopback interface.
 
     play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
+    play_nodes.py -m common.doctor -n 2 -g 2,1 --device cpu
 
-starts the given command once for each node, with `-i 0`, `-i 1`, ... and a master address added, shows their
-lines with the node's number in front, and ends all of them when one fails. For demos and study; on real
+Starts the given script or module once for each node, adds `-i 0`, `-i 1`, ... and a master address, and shows the
+output of each node with the node's number in front of each line. When one node fails, the others may go on for another
+20 seconds, to print what they know, and are ended after that. Ctrl-C ends all of them. For demos and study: on real
 machines each node runs its own command.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 from common.launch.addresses import free_port
+
+GRACE_SECONDS = 20.0  # after one node has failed, for the others to end by themselves
+KILL_SECONDS = 15.0  # after that, from SIGTERM to SIGKILL
+LOOK_SECONDS = 0.1
+INTERRUPTED = 130  # as shells report SIGINT
 
 
 def main() -> int:
     command = sys.argv[1:]
-    if "-g" not in command or not command[0].endswith(".py") or command.index("-g") + 1 == len(command):
+    if not _is_complete(command):
         print(__doc__, file=sys.stderr)
         return 2
     gpus = command[command.index("-g") + 1]
     port = str(free_port())
     nodes = []
     for number in range(len(gpus.split(","))):
-        flags = ["-i", str(number), "--master-addr", "127.0.0.1", "--master-port", port]
-        # a session of its own: Ctrl-C reaches this program alone, which then ends the nodes
-        node = subprocess.Popen([sys.executable, *command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                text=True, start_new_session=True)  # fmt: skip
+        node = _start([*command, "-i", str(number), "--master-addr", "127.0.0.1", "--master-port", port])
         threading.Thread(target=show, args=(number, node.stdout)).start()
         nodes.append(node)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does
     try:
-        return max(node.wait() for node in nodes)
+        return _wait_for_all(nodes)
     except KeyboardInterrupt:
-        for node in nodes:
-            node.send_signal(signal.SIGTERM)
-        for node in nodes:
-            node.wait()
-        return 130
+        return INTERRUPTED
+    finally:
+        _end(nodes)
 
 
-def show(number: int, lines) -> None:
+def _is_complete(command: list[str]) -> bool:
+    """Does the command name a script or a module, and a layout?"""
+    names_program = bool(command) and (command[0] == "-m" or command[0].endswith(".py"))
+    return names_program and "-g" in command[1:-1]
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    """Start a node. A module of this checkout is found from any folder. Ctrl-C does not reach the node itself: it has
+    a session of its own, so that this program alone ends it."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def show(number: int, lines: Iterable[str]) -> None:
+    """Print each line whole, in one write, with the node's number in front."""
     for line in lines:
-        print(f"node {number} | {line}", end="", flush=True)
+        end = "" if line.endswith("\n") else "\n"  # the last line of a node that was killed
+        sys.stdout.write(f"node {number} | {line}{end}")
+        sys.stdout.flush()
+
+
+def _wait_for_all(nodes: list[subprocess.Popen[str]]) -> int:
+    """Wait until all have ended, or for a limited time after one has failed. Returns the first failure, or 0."""
+    first_failure, deadline = 0, float("inf")
+    running = list(nodes)
+    while running and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        for node in [node for node in running if node.poll() is not None]:
+            running.remove(node)
+            if node.returncode and not first_failure:
+                first_failure = node.returncode if node.returncode > 0 else 128 - node.returncode
+                deadline = time.monotonic() + GRACE_SECONDS
+    return first_failure
+
+
+def _end(nodes: list[subprocess.Popen[str]]) -> None:
+    """No node outlives this program: SIGTERM, then SIGKILL."""
+    running = [node for node in nodes if node.poll() is None]
+    for node in running:
+        node.terminate()
+    deadline = time.monotonic() + KILL_SECONDS
+    for node in running:
+        try:
+            node.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPUs of this machine, or as many processes as GPUS says.
+# One process for each GPU of this machine, or GPUS processes.
 # Run it once, here:    launch_scripts/single_node.sh TRAINER [FLAGS...]
 #   launch_scripts/single_node.sh mnist_ddp/mnist-distributed.py
 #   GPUS=4 launch_scripts/single_node.sh mnist_ddp/mnist-distributed.py --device cpu

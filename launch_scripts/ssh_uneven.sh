@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Every node of a list from one terminal, over ssh: their lines with the node's name, and one end for all.
-# Run it once, on any machine that reaches the nodes by ssh:
+# Starts every node of a list over ssh, from one terminal. Prints the name of the node before each of its lines. When
+# one node fails, the others are ended.
+# Run it once, on any machine that can reach the nodes by ssh:
 #   launch_scripts/ssh_uneven.sh NODE0:8,NODE1:2 TRAINER [FLAGS...]
-# The checkout is at the same path on every node. The first node is the master, under its name in the list;
-# MASTER_ADDR names another address of it. SSH_CONFIG names a configuration file for ssh.
+# The checkout must be at the same path on every node. The first node is the master; the others reach it by its name in
+# the list, or by MASTER_ADDR. SSH_CONFIG names a configuration file for ssh.
 set -euo pipefail
 usage='usage: ssh_uneven.sh HOST:GPUS,HOST:GPUS TRAINER [FLAGS...]'
 list=${1:?$usage}; trainer=${2:?$usage}; shift 2
@@ -12,14 +13,14 @@ gpus=$(IFS=,; echo "${nodes[*]##*:}")
 address=${MASTER_ADDR:-${nodes[0]%%:*}}
 ssh=(ssh -o BatchMode=yes ${SSH_CONFIG:+-F "$SSH_CONFIG"})
 
-# On the node: the command in a session of its own, ended as a whole when the input that ssh carries ends.
+# On the node: run the command in its own session, and end the whole session when the input from ssh ends.
 far='exec 3<&0; setsid "$@" </dev/null 3<&- & node=$!
   { cat <&3; kill -TERM -- "-$node"
     for second in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 1; kill -0 -- "-$node" || exit; done
     kill -KILL -- "-$node"; } >/dev/null 2>&1 &
   wait "$node"'
 
-# Here: fd 9 is the only writer of that input. It closes when this script ends, however it ends.
+# Here: fd 9 is the only writer of that input. It is closed when this script ends for any reason.
 pipes=$(mktemp -d); mkfifo "$pipes/hold" "$pipes/codes"
 exec 9<>"$pipes/hold" 7<"$pipes/hold" 8<>"$pipes/codes"; rm -r "$pipes"
 trap 'exec 9>&-; interrupted=130' INT TERM
@@ -34,7 +35,7 @@ for index in "${!nodes[@]}"; do
 done
 
 failed=0 ended=0
-while ((ended < ${#nodes[@]})); do # the first that fails ends the others
+while ((ended < ${#nodes[@]})); do # when one node fails, end the others
   read -r -t 1 code <&8 || continue
   ended=$((ended + 1))
   if ((code != 0 && failed == 0)); then failed=$code; exec 9>&-; fi

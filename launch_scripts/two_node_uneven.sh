@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Two nodes with different numbers of GPUs, 8 and 2, or as GPUS says.
-# Run it on each node, once, with the node's number:
+# Two nodes with different numbers of GPUs: 8 and 2, or those in GPUS.
+# Run it once on each node, with the number of the node:
 #   launch_scripts/two_node_uneven.sh TRAINER 0 [FLAGS...]                       # on node 0, which is the master
 #   MASTER_ADDR=NODE0 launch_scripts/two_node_uneven.sh TRAINER 1 [FLAGS...]     # on node 1
-# or both nodes on this machine, to see it work:
+# To try it, run both nodes on this machine:
 #   GPUS=3,1 launch_scripts/two_node_uneven.sh TRAINER --local --device cpu [FLAGS...]
 set -euo pipefail
 usage='usage: two_node_uneven.sh TRAINER 0|1|--local [FLAGS...]'

@@ -5,6 +5,7 @@ than training on it. Here a batch is one indexing operation.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,25 +96,31 @@ def _digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    from filelock import FileLock, Timeout
-    from torchvision import datasets
-
-    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[name]
+    """The files in `folder`, downloaded by torchvision where they are missing."""
+    kind = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "kmnist": "KMNIST"}[name]
     lock = folder / f".{name}.lock"
     try:
-        return _read(kind, folder)
+        return _read(folder / kind / "raw")
     except UserError:
         if not lock.exists():  # else another process may be unpacking these files at this moment
             raise
     except (FileNotFoundError, NotADirectoryError):
         pass
+    _download(name, kind, folder, lock)
+    return _read(folder / kind / "raw")
+
+
+def _download(name: str, kind: str, folder: Path, lock: Path) -> None:
+    from filelock import FileLock, Timeout
+    from torchvision import datasets  # slow to import, and only needed here
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("not writable")
         # Another run, or another node on a shared disk, may be downloading the same files at this moment.
         with FileLock(lock, timeout=3600):
-            kind(folder, train=True, download=True)  # torchvision checks the MD5 sums and shows a progress bar
+            getattr(datasets, kind)(folder, train=True, download=True)  # checks MD5 sums and shows a progress bar
     except Timeout:
         raise RunError(f"{lock}: another process has been downloading for an hour: end it") from None
     except OSError as error:
@@ -123,14 +130,12 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
     except RuntimeError as error:
         raise RunError(
             f"--data-dir {folder}: {name} is not there and could not be downloaded ({_first_line(error)}): "
-            f"put its files in {folder / kind.__name__ / 'raw'}, or use --dataset digits, which needs no download"
+            f"put its files in {folder / kind / 'raw'}, or use --dataset digits, which needs no download"
         ) from None
-    return _read(kind, folder)
 
 
-def _read(kind: type, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Training and test part from IDX files. FileNotFoundError where there are none, UserError for damaged ones."""
-    raw = folder / kind.__name__ / "raw"
     parts = []
     for prefix, count in (("train", 60_000), ("t10k", 10_000)):
         images = _read_idx(raw / f"{prefix}-images-idx3-ubyte", (count, 28, 28))
@@ -140,20 +145,15 @@ def _read(kind: type, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
-
-    expected = 4 + 4 * len(shape) + torch.Size(shape).numel()
-    size = path.stat().st_size
-    if size != expected:
-        raise UserError(f"{path} is damaged: {size:,} bytes, not {expected:,}: delete it and start again")
-    try:
-        values = read_sn3_pascalvincent_tensor(str(path))
-    except (AssertionError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{path} is damaged ({error or 'wrong header'}): delete it and start again") from None
-    if values.shape != shape:
-        raise UserError(
-            f"{path} is damaged: its shape is {tuple(values.shape)}, not {shape}: delete it and start again"
-        )
+    """The values of an IDX file: a magic number, each dimension as four bytes, the bytes. (yann.lecun.com/exdb/mnist)"""
+    data = path.read_bytes()
+    header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
+    expected = len(header) + math.prod(shape)
+    if len(data) != expected:
+        raise UserError(f"{path} is damaged: {len(data):,} bytes, not {expected:,}: delete it and start again")
+    if not data.startswith(header):
+        raise UserError(f"{path} is damaged: its header is not that of {shape} bytes: delete it and start again")
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=len(header)).view(shape)
     if len(shape) == 1 and values.max() > 9:
         raise UserError(f"{path} is damaged: it holds the label {values.max()}, not 0 to 9: delete it and start again")
     return values
@@ -162,7 +162,8 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 def _fingerprint(*tensors: torch.Tensor) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.contiguous().numpy())
     return digest.hexdigest()
 
 

@@ -38,4 +38,5 @@ def flags() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    start.main(flags(), "mnist_ddp.train:train", cli.check_training)
+    needed = {"digits": ["sklearn.datasets"]}  # slow to import, so once for all ranks of a node
+    start.main(flags(), "mnist_ddp.train:train", cli.check_training, lambda args: needed.get(args.dataset, []))

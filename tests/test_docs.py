@@ -1,4 +1,4 @@
-"""Every command, path and link in README, docs and launch_scripts is true."""
+"""Every command, path and link in README, CONTRIBUTING, docs and launch_scripts is true."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import ROOT, flags_of
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
 TRAINERS = {path.name: path for path in ROOT.glob("*_ddp/*-*.py")}
 FOLDERS = ("mnist_ddp", "bert_ddp", "common", "launch_scripts", "tests", "docs", "benchmarks", r"\.ci")
@@ -59,13 +59,39 @@ def test_every_make_target_and_module_exists(document):
         if match := re.match(r"make ([\w.-]+)$", line):
             assert match[1] in targets, line
         if match := re.search(r"-m common\.(\w+)", line):
-            assert (ROOT / "common" / f"{match[1]}.py").exists(), line
+            assert (ROOT / "common" / match[1] / "__main__.py").exists(), line
 
 
-def test_the_readme_names_every_module_of_common():
+def packages() -> list[str]:
+    """The folders with Python files in common/ and bert_ddp/, and the modules at the top of common/."""
+    folders = {path.parent for name in ("common", "bert_ddp") for path in (ROOT / name).rglob("*.py")}
+    modules = [path for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
+    paths = [f"{folder.relative_to(ROOT)}/" for folder in folders - {ROOT / "common"}]
+    return sorted(paths) + [str(path.relative_to(ROOT)) for path in modules]
+
+
+def test_the_readme_names_every_package_and_only_files_that_are_there():
     text = (ROOT / "README.md").read_text()
-    modules = [path.name for path in (ROOT / "common").glob("*.py") if path.name != "__init__.py"]
-    assert [name for name in modules if f"common/{name}" not in text] == []
+    assert [package for package in packages() if package not in text] == []
+    tree = re.findall(r"^    ((?:common|\w+_ddp)/(?:\w+/)?)  +(.*)$", text, re.MULTILINE)
+    named = [ROOT / package / file for package, line in tree for file in re.findall(r"[\w-]+\.py", line)]
+    assert len(named) > 10
+    assert [path for path in named if not path.exists()] == []
+
+
+def test_contributing_names_every_package_of_common():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = [package.rstrip("/") for package in packages() if package.startswith("common/")]
+    assert [name for name in names if name not in text] == []
+
+
+def test_the_lines_that_the_docs_change_are_lines_of_the_trainers():
+    """A line after "- " in a code block of the docs is in a trainer as it is."""
+    lines = [line[2:] for document in DOCUMENTS for line in code(document) if line.startswith("- ")]
+    trainers = (ROOT / "mnist_ddp" / "train.py", ROOT / "bert_ddp" / "pretrain" / "train.py")
+    source = "".join(path.read_text() for path in trainers)
+    assert len(lines) >= 3
+    assert [line for line in lines if line not in source] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

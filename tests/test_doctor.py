@@ -2,22 +2,31 @@
 
 import json
 import socket
+import sys
+import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common.doctor import diagnosis
-from common.doctor import links as link_test
+from common.doctor import diagnosis, mesh
 from common.doctor import node as node_facts
 from common.doctor import speed as speed_test
-from common.doctor.examination import Board, Watch
-from common.join.process_group import Joined
-from common.launch.layout import Layout, free_port
+from common.doctor.board import Board
+from common.doctor.examination import Examination, Options
+from common.doctor.finding import Finding, from_error
+from common.doctor.links import IDENTITY_BYTES, Connection, Server, reason
+from common.errors import RunError, UserError
+from common.launch.addresses import free_port
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions
 from tests.harness import ROOT, Node, Result, playing, run
+from tests.test_first_answer import imported
 
-DOCTOR = ROOT / "common" / "doctor.py"
+DOCTOR = ROOT / "common" / "doctor" / "__main__.py"
 
 # --- rules: from facts to findings ------------------------------------------------------------------------------
 
@@ -33,7 +42,7 @@ HEALTHY = {
 }
 
 
-def only(findings: list[diagnosis.Finding]) -> diagnosis.Finding:
+def only(findings: list[Finding]) -> Finding:
     (finding,) = findings
     return finding
 
@@ -57,7 +66,7 @@ def test_a_healthy_node_has_no_finding():
 def test_each_broken_fact_of_a_node_is_one_finding(broken, level, words):
     finding = only(diagnosis.judge_node("node 1 (b)", {**HEALTHY, **broken}, own_pids=set()))
     assert (finding.level, finding.where) == (level, "node 1 (b)")
-    assert words in finding.problem and finding.mend
+    assert words in finding.problem and finding.fix
 
 
 def test_the_jobs_own_processes_on_a_gpu_are_no_finding():
@@ -76,7 +85,7 @@ ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"]}
 
 @pytest.mark.parametrize("variable", diagnosis.INTERFACE_VARIABLES)
 def test_an_interface_variable_must_name_an_interface_that_leads_out(variable):
-    def judge(value: str) -> list[diagnosis.Finding]:
+    def judge(value: str) -> list[Finding]:
         return diagnosis.judge_interfaces("node 0", None, {variable: value}, ADDRESSES, nodes=2)
 
     assert judge("eth0") == []
@@ -109,7 +118,7 @@ def test_slow_ranks_are_told_their_shares():
     ]
     finding = only(diagnosis.judge_ranks({0: "node 0", 1: "node 1"}, ranks))
     assert finding.where == "rank 1, node 1"
-    assert "--shares 3,1" in finding.mend
+    assert "--shares 3,1" in finding.fix
 
 
 @pytest.mark.parametrize("mbit, name", [(95, "100 Mbit"), (941, "1 Gbit"), (9_400, "10 Gbit"), (200, "slow")])
@@ -120,58 +129,155 @@ def test_a_measured_rate_is_called_after_the_line_that_carries_it(mbit, name):
 # --- the link test ----------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_measured_and_the_same_machine_has_the_same_clock():
-    listener = link_test.Listener("127.0.0.1")
-    found = link_test.measure("127.0.0.1", listener.port, listener.identity, seconds=0.05)
-    listener.close()
-    assert found["mbit_per_second"] > 1 and found["latency_ms"] > 0
-    assert abs(found["clock_ms"]) < 1000
+@pytest.fixture
+def server():
+    with Server("127.0.0.1") as server:
+        yield server
+        server.shutdown()
 
 
-def test_another_program_at_the_address_is_not_taken_for_the_node():
-    listener = link_test.Listener("127.0.0.1")
-    found = link_test.measure("127.0.0.1", listener.port, "0" * link_test.IDENTITY_BYTES, seconds=0.05)
-    listener.close()
-    assert found == {"error": "another program answers there"}
+def test_a_link_is_measured_and_the_same_machine_has_the_same_clock(server):
+    connection = Connection("127.0.0.1", server.port, server.identity)
+    latency, ahead = connection.latency()
+    assert 0 < latency < 1 and abs(ahead) < 1
+    assert connection.rate(seconds=0.05) > 1e6
+    connection.close()
 
 
-def test_a_port_that_nobody_listens_on_is_an_answer_not_an_exception():
-    assert "refused" in link_test.measure("127.0.0.1", free_port(), "", seconds=0.05)["error"]
+def test_another_program_at_the_address_is_not_taken_for_the_node(server):
+    with pytest.raises(OSError) as caught:
+        Connection("127.0.0.1", server.port, "0" * IDENTITY_BYTES)
+    assert reason(caught.value) == "another program answers there"
+
+
+def test_a_port_that_nobody_listens_on_is_a_refused_connection():
+    with pytest.raises(OSError) as caught:
+        Connection("127.0.0.1", free_port(), "")
+    assert "refused" in reason(caught.value)
+
+
+def test_a_node_that_leaves_in_the_middle_is_a_closed_connection():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        identity = "1" * IDENTITY_BYTES
+
+        def answer_once() -> None:
+            connection, _ = other.accept()
+            connection.sendall(identity.encode())
+            connection.close()
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        connection = Connection("127.0.0.1", other.getsockname()[1], identity)
+        thread.join()
+        with pytest.raises(OSError) as caught:
+            connection.latency()
+        connection.close()
+    assert reason(caught.value)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 9])
-def test_the_rounds_hold_every_pair_once_and_no_node_twice_at_a_time(nodes):
-    rounds = link_test.rounds(nodes)
-    pairs = [pair for pairs in rounds for pair in pairs]
-    assert sorted(pairs) == [(low, high) for low in range(nodes) for high in range(low + 1, nodes)]
-    for pairs in rounds:
-        busy = [node for pair in pairs for node in pair]
-        assert len(busy) == len(set(busy))
+def test_every_node_measures_its_link_to_every_other_once_and_sends_to_one_at_a_time(nodes, monkeypatch):
+    """The first ranks of the nodes are 0, 2, 4, ...; what is measured at the same time is told by the barriers."""
+    store, ranks, sending = dist.HashStore(), range(0, 2 * nodes, 2), []
+    rate = Connection.rate
+
+    def noted(self: Connection, seconds: float) -> float:
+        sending.append((self.socket.getpeername(), 1))
+        time.sleep(0.02)
+        try:
+            return rate(self, seconds=0.001)
+        finally:
+            sending.append((self.socket.getpeername(), -1))
+
+    monkeypatch.setattr(Connection, "rate", noted)
+    servers = {rank: Server("127.0.0.1") for rank in ranks}
+    endpoints = {
+        rank: {"address": "127.0.0.1", "port": one.port, "identity": one.identity} for rank, one in servers.items()
+    }
+    boards = {rank: Board(rank, 2 * nodes, store) for rank in ranks}
+    with ThreadPoolExecutor(max_workers=nodes) as pool:
+        found = list(pool.map(lambda rank: mesh.measure(rank, endpoints, boards[rank]), ranks))
+    for one in servers.values():
+        one.close()
+    links = [link for own in found for link in own]
+    expected = sorted((low, high) for low in ranks for high in ranks if low != high)
+    assert sorted((link["from"], link["to"]) for link in links) == expected
+    assert all(link["mbit_per_second"] > 0 and link["latency_ms"] > 0 for link in links)
+    receiving: Counter = Counter()
+    for peer, change in sending:
+        receiving[peer] += change
+        assert receiving[peer] <= 1, "two nodes send to one at the same time"
+
+
+def test_a_link_that_was_not_measured_for_want_of_time_is_no_finding():
+    link = {"from": 0, "to": 1, "port": 1, "latency_ms": 1.0, "clock_ms": 0.0, "mbit_per_second": None}
+    assert diagnosis.judge_links({0: "node 0", 1: "node 1"}, {}, [link], 500) == []
+
+
+@pytest.mark.parametrize(
+    "measured, problem", [({}, "cannot connect to 10.0.0.2"), ({"latency_ms": 1.0}, "lost the connection to 10.0.0.2")]
+)
+def test_a_broken_link_says_whether_it_ever_worked(measured, problem):
+    link = {"from": 0, "to": 1, "port": 7, "error": "no answer (timed out)", **measured}
+    nodes = {1: {"endpoint": {"address": "10.0.0.2", "interface": "eth1", "met_on": "eth0"}}}
+    finding = only(diagnosis.judge_links({0: "node 0", 1: "node 1"}, nodes, [link], 500))
+    assert finding.problem == f"{problem} (interface eth1) port 7: no answer (timed out)"
+    assert ("use --interface eth0" in finding.fix) == (not measured)
+
+
+def test_clocks_that_differ_are_a_warning():
+    link = {"from": 0, "to": 1, "port": 1, "latency_ms": 1.0, "clock_ms": -3000.0, "mbit_per_second": 900}
+    finding = only(diagnosis.judge_links({0: "node 0", 1: "node 1"}, {}, [link], 500))
+    assert (finding.level, finding.where) == ("warning", "node 0 -> node 1")
+    assert "differ by 3.0 s" in finding.problem
+
+
+# --- errors as findings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError])
+def test_the_fix_of_an_explained_error_becomes_that_of_the_finding(kind):
+    finding = from_error("joining", kind("node 1: has 3,1: make them the same"))
+    assert (finding.problem, finding.fix) == ("node 1: has 3,1", "make them the same")
+
+
+def test_of_another_error_the_first_line_is_the_problem():
+    finding = from_error("joining", RuntimeError("CUDA error: unknown\nat line 7"))
+    assert finding.problem == "CUDA error: unknown"
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_falls_silent_is_left_out_and_named():
-    worker = Layout(source="test", world_size=2, first_rank=0, local_world_size=1).workers()[0]
-    board = Board(worker, Joined(dist.HashStore(), [], "127.0.0.1"))
+def test_a_rank_that_stops_answering_is_left_out_and_named():
+    board = Board(0, 2, dist.HashStore())
     assert board.exchange("looking", "mine", seconds=0.1) == {0: "mine"}
     began = time.monotonic()
     assert board.exchange("the next stage", "mine", seconds=60) == {0: "mine"}  # nobody waits for it again
     assert time.monotonic() - began < 30
     finding = only(board.findings({0: "node 0", 1: "node 1"}))
-    assert (finding.where, finding.problem) == ("rank 1, node 1", "fell silent while looking")
+    assert (finding.where, finding.problem) == ("rank 1, node 1", "stopped answering while looking")
 
 
-def test_the_watch_tells_which_stage_did_not_end():
-    expired = []
-    watch = Watch(expired.append)
-    watch.enter("one", 60)
-    watch.enter("two", 0.05)
-    deadline = time.monotonic() + 30
-    while not expired and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert expired == ["two"]
+HANGS = """
+import sys, time
+from common.doctor.examination import Examination, Options
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions
+
+worker = Layout(source="test", world_size=1, first_rank=0, local_world_size=1).workers()[0]
+examination = Examination(worker, Options(json=False, min_mbit=1, join=JoinOptions()), sys.stdout)
+with examination._stage("one", 60):
+    pass
+with examination._stage("two", 0.05):
+    time.sleep(60)
+"""
+
+
+def test_a_stage_that_does_not_end_is_named_in_the_report_and_ends_the_process():
+    result = run("python", "-c", HANGS, cwd=ROOT, timeout=50)
+    assert "two did not end: this rank did not answer in time" in errors(result)
+    assert "fix: is that process alive" in result.output
 
 
 def test_sizes_that_would_take_too_long_are_left_out():
@@ -230,9 +336,26 @@ def test_a_missing_node_is_named(tmp_path):
     assert "node 1 (rank 2) did not come within 2 s" in errors(result)
 
 
+def test_the_report_comes_also_when_rank_0_and_its_store_are_gone():
+    """The store fails as TCPStore does when its server has died, in the stage after the join."""
+
+    class GoneStore:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("failed to recv, got 0 bytes\nException raised from recvBytes")
+
+    worker = Layout(source="test", world_size=2, first_rank=1, local_world_size=1, nodes=2, node_rank=1).workers()[0]
+    examination = Examination(worker, Options(json=False, min_mbit=1, join=JoinOptions()), sys.stdout)
+    examination.board = Board(1, 2, dist.HashStore())
+    examination.board.store = GoneStore()
+    examination._run_stages = lambda: examination.board.exchange("looking", None, seconds=1)
+    examination.run()
+    finding = only(examination.report.findings)
+    assert finding.problem == "lost contact with rank 0: failed to recv, got 0 bytes"
+
+
 def test_a_slow_link_is_an_error_with_its_rate(tmp_path):
     for result in examine(tmp_path, first=("--min-rate", 1e9), second=("--min-rate", 1e9)):
-        assert "Mbit/s, where training wants 1000000000" in errors(result)
+        assert "Mbit/s, but training needs 1000000000" in errors(result)
 
 
 def test_a_busy_port_is_named(tmp_path):
@@ -244,9 +367,23 @@ def test_a_busy_port_is_named(tmp_path):
     assert f"--master-port {port}" in errors(result) and "held by another program" in errors(result)
 
 
-def test_the_doctor_of_one_machine_prints_json_and_nothing_else():
-    result = run("python", "-m", "common.doctor", "-n", 1, "-g", 1, "--device", "cpu", "--json", cwd=ROOT)
+@pytest.mark.parametrize("command", [("-m", "common.doctor"), (DOCTOR,)], ids=["-m", "by path"])
+def test_the_doctor_of_one_machine_prints_json_and_nothing_else(command, tmp_path):
+    folder = ROOT if command[0] == "-m" else tmp_path
+    result = run("python", *command, "-n", 1, "-g", 1, "--device", "cpu", "--json", cwd=folder)
     assert result.code == 0, result.output
     report = json.loads(result.output)
     assert report["nodes"][0]["host"] == socket.gethostname()
     assert report["ok"] and report["links"] == []
+
+
+def test_json_may_be_asked_for_on_one_node_alone(tmp_path):
+    for result in examine(tmp_path, ("--json",), ()):
+        assert result.code == 0, result.output
+
+
+@pytest.mark.parametrize("flags, code", [("--help", 0), ("--min-rate 0", 2), ("-n 2 -g 8,2", 2)])
+def test_the_doctor_answers_help_and_wrong_flags_without_torch(flags, code):
+    result = run("python", "-X", "importtime", "-m", "common.doctor", *flags.split(), cwd=ROOT)
+    assert result.code == code, result.output
+    assert not imported(result.output) & {"torch", "numpy", "psutil"}

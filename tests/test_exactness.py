@@ -1,5 +1,7 @@
 """The promise: in float64 the result does not depend on the layout."""
 
+import math
+
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, play, play_torchrun, rows, weights
@@ -41,18 +43,49 @@ def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
     assert largest_difference(weights(tmp_path / "five"), weights(tmp_path / "one")) < 1e-10
 
 
-def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
-    """The tests above can fail: with every rank's own mean, as plain DDP has it, the weights are far off."""
-    exact = "micro_loss / plan.global_count(step)"
+DIVIDES = "micro_loss / plan.global_count(step)"
+
+
+def altered(folder, changes):
+    """A copy of the trainer, in the package `folder`, with some of its text replaced. Returns the script."""
+    folder.mkdir()
     for file in (MNIST, MNIST.parent / "train.py"):
-        source = file.read_text().replace("mnist_ddp.train", "plain_ddp.train")
-        copy = tmp_path / "plain_ddp" / file.name
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_text(source.replace(exact, "micro_loss / max(1, len(part)) / worker.world_size"))
-    assert exact in source
-    plain = tmp_path / "plain_ddp" / MNIST.name
+        source = file.read_text().replace("mnist_ddp.train", f"{folder.name}.train")
+        if file != MNIST:
+            assert all(source.count(old) == 1 for old in changes)
+            for old, new in changes.items():
+                source = source.replace(old, new)
+        (folder / file.name).write_text(source)
+    return folder / MNIST.name
+
+
+def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
+    """The tests above can fail: with every rank's own mean, as plain DDP has it, the weights are far off.
+
+    Experiment 1 of docs/exactness.md.
+    """
+    plain = altered(tmp_path / "plain_ddp", {DIVIDES: "micro_loss / max(1, len(part)) / worker.world_size"})
     play(plain, (3, 1), tmp_path, *FLAGS, "--shares", "4,4,1,1")
     assert largest_difference(weights(tmp_path), weights(reference)) > 1e-3
+
+
+def test_a_wrong_count_agrees_on_every_layout_and_only_the_first_loss_shows_it(tmp_path):
+    """Experiment 2 of docs/exactness.md: an untrained network's loss must be near ln(number of classes)."""
+    steps = ("--label-smoothing", 0, "--max-steps", 12)
+    play(MNIST, (1,), tmp_path / "right", *FLAGS, *steps)
+    noted = "report.note(step, loss_sum, lr, grad_norm"
+    wrong = altered(
+        tmp_path / "count_ddp",
+        {
+            DIVIDES: "micro_loss / (2 * plan.global_count(step))",
+            f"{noted})": f"{noted}, count=2 * plan.global_count(step - 1))",
+        },
+    )
+    play(wrong, (1,), tmp_path / "one", *FLAGS, *steps)
+    play(wrong, (3, 1), tmp_path / "four", *FLAGS, *steps, "--shares", "4,4,1,1")
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-12)
+    assert losses(tmp_path / "right")[0] == pytest.approx(math.log(10), rel=0.02)
+    assert losses(tmp_path / "one")[0] == pytest.approx(math.log(10) / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoTokenizer, BertForTokenClassification
 
 from bert_ddp.cpu.dropout import replace_dropout, use_own_attention
-from bert_ddp.cpu.packing import Packing, Tagger
-from bert_ddp.finetune.tasks import IGNORE, Rows
+from bert_ddp.cpu.packing import PackedBatch, Packing, choose_packed_passes, packed_passes
+from bert_ddp.finetune.passes import choose_passes
+from bert_ddp.finetune.rows import IGNORE, Rows
+from bert_ddp.model.pretrained import files_of
 from tests.small_bert import save_model
 
 LENGTHS = [3, 17, 9, 9, 17, 4, 1, 16, 12]
@@ -15,7 +18,8 @@ LENGTHS = [3, 17, 9, 9, 17, 4, 1, 16, 12]
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
-    net = Tagger.from_pretrained(save_model(tmp_path_factory.mktemp("model")), num_labels=4)
+    net = BertForTokenClassification.from_pretrained(save_model(tmp_path_factory.mktemp("model")), num_labels=4)
+    choose_packed_passes(net, None)
     replace_dropout(net)
     use_own_attention(net)
     return net.double()
@@ -46,8 +50,8 @@ def gradients(net, passes):
 @pytest.mark.parametrize("micro_batch", [None, 4])
 def test_loss_and_gradients_are_those_of_padded_rows(micro_batch, net, rows):
     net.eval()  # without dropout
-    part = rows.__getitems__(range(len(LENGTHS)))
-    loss, found = gradients(net, part.packed_passes(micro_batch))
+    part = rows.part(range(len(LENGTHS)))
+    loss, found = gradients(net, packed_passes(part, micro_batch))
     expected_loss, expected = gradients(net, ((rows.batch(np.array([row])), True) for row in range(len(LENGTHS))))
     assert loss == pytest.approx(expected_loss, abs=1e-10)
     for one, other in zip(found, expected, strict=True):
@@ -55,15 +59,15 @@ def test_loss_and_gradients_are_those_of_padded_rows(micro_batch, net, rows):
 
 
 def test_every_row_is_in_one_pass_and_the_last_is_marked(rows):
-    passes = list(rows.__getitems__(range(len(LENGTHS))).packed_passes(4))
+    passes = list(packed_passes(rows.part(range(len(LENGTHS))), 4))
     assert sorted(row for batch, _ in passes for row in batch.rows.tolist()) == list(range(len(LENGTHS)))
     assert [is_last for _, is_last in passes] == [False, False, True]
     assert sum(batch.tokens.numel() for batch, _ in passes) == sum(LENGTHS)
 
 
 def test_an_empty_part_is_the_stand_in(rows):
-    ((batch, is_last),) = rows.__getitems__([]).packed_passes(None)
-    assert is_last and batch.packing is None and batch.labels.eq(IGNORE).all()
+    ((batch, is_last),) = packed_passes(rows.part([]), None)
+    assert is_last and not isinstance(batch, PackedBatch) and batch.labels.eq(IGNORE).all()
 
 
 def test_groups_hold_every_token_once():
@@ -76,6 +80,20 @@ def test_groups_hold_every_token_once():
 
 def test_packed_rows_have_dropout_too(net, rows):
     net.train()
-    part = rows.__getitems__(range(len(LENGTHS)))
+    part = rows.part(range(len(LENGTHS)))
     torch.manual_seed(0)
-    assert gradients(net, part.packed_passes(None))[0] != gradients(net, part.packed_passes(None))[0]
+    assert gradients(net, packed_passes(part, None))[0] != gradients(net, packed_passes(part, None))[0]
+
+
+@pytest.mark.parametrize(("device_type", "compiled"), [("cuda", False), ("cpu", True)])
+def test_on_a_gpu_and_in_compiled_models_nothing_is_packed(device_type, compiled, rows, tmp_path):
+    net = BertForTokenClassification.from_pretrained(save_model(tmp_path), num_labels=4)
+    cut = choose_passes(net, rows, device_type, None, compiled)
+    assert type(net) is BertForTokenClassification
+    assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.part(range(len(LENGTHS)))))
+
+
+def test_a_model_that_takes_packed_rows_is_saved_as_transformers_own(net, tmp_path):
+    files_of(net, AutoTokenizer.from_pretrained(save_model(tmp_path / "model")))(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["BertForTokenClassification"]

@@ -79,10 +79,7 @@ def test_killed_half_way_it_goes_on_without_doing_the_first_half_twice(model, te
     while len(done := list(folder.glob("node*/*.parts-*/chunk-*"))) < 40:
         assert time.monotonic() < deadline, run.logs[0].read_text()
         time.sleep(0.005)
-    for worker in run.workers:
-        worker.kill()
-    for worker in run.workers:
-        worker.join()
+    run.kill()
     done = list(folder.glob("node*/*.parts-*/chunk-*"))
     assert len(done) < -(-LINES // 8) and not (folder / "node0" / "answers.jsonl").exists()
     links = {path: folder / f"kept-{number}" for number, path in enumerate(done)}
@@ -121,7 +118,7 @@ def test_a_tagger_of_ours_tags_as_transformers_does(model, text, tmp_path):
         assert rows[index]["tags"] == expected
 
 
-def test_classes_are_those_of_the_training_data_and_a_tab_parts_a_pair(model, text, tmp_path):
+def test_classes_are_those_of_the_training_data_and_a_tab_separates_a_pair(model, text, tmp_path):
     data = save_classes(tmp_path / "data")
     flags = ("--task", "classify", "--model", model, "--data", data, "--lr", 3e-3, "--epochs", 1)
     play(FINETUNE, (1,), tmp_path / "run", *flags)

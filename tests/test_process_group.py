@@ -4,35 +4,13 @@ import re
 
 import pytest
 
-from tests.harness import nodes_of, playing
+from tests.harness import nodes_of, playing, write_trainer
 
 SILENCE = 5  # seconds of --timeout; on a busy machine connecting takes its time too
 
-TRAINER = """
-import os
-import signal
-import time
-from common.launch import cli, start
-from common.errors import UserError
-
-
-def flags():
-    return cli.parser("Ranks that need different times")
-
-
-if __name__ == "__main__":
-    start.main(flags())
-
-from pathlib import Path
-import torch.distributed as dist
-from bert_ddp.predict.lines import Parts, open_lines
-from common.join.process_group import process_group
-
-FOLDER = Path(__file__).parent
-
-
-def train(worker, args):
-    with process_group(worker, args) as group:
+IMPORTS = """
+from bert_ddp.predict.lines import open_lines
+from bert_ddp.predict.parts import Parts
 """
 
 SLOW = """
@@ -46,12 +24,12 @@ SLOW = """
 """
 
 FAILING = """
-        with group.each_at_its_own_pace("the others") as hear_of_failures:
+        with group.each_at_its_own_pace("the others") as raise_failure:
             if worker.rank == 1:
                 raise UserError("rank 1 is at its wits' end")
             while worker.rank == 2:
                 time.sleep(0.01)
-                hear_of_failures()
+                raise_failure()
 """
 
 
@@ -76,11 +54,11 @@ def play_body(body, folder, *flags):
 
 
 def playing_body(body, folder, *flags):
-    (folder / "trainer.py").write_text(TRAINER + body)
+    script = write_trainer(folder, body, IMPORTS)
     given = nodes_of((1, 1, 1), folder)
     for node in given:
         node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
-    return playing(folder / "trainer.py", given, folder)
+    return playing(script, given, folder)
 
 
 def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
@@ -98,22 +76,22 @@ def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_p
 @pytest.mark.parametrize("turn", ["first_on_node", "each_at_its_own_pace"])
 def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, tmp_path):
     for number, result in enumerate(play_body(DYING.format(turn=turn), tmp_path, "--timeout", SILENCE)):
-        said = re.search(r"node 1 \(\S+, rank 1\) has given no sign of life for 5 s \(--timeout\)", result.output)
+        said = re.search(r"node 1 \(\S+, rank 1\) has had no heartbeat for 5 s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
 @pytest.mark.parametrize("turn", ["others_wait", "first_on_node", "each_at_its_own_pace"])
 def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, tmp_path):
     nodes = playing_body(FROZEN.format(turn=turn), tmp_path, "--timeout", SILENCE)
-    frozen, *others = nodes.workers
+    frozen, *others = nodes.processes
     try:
-        for worker in others:
-            worker.join(30)
-            assert worker.exitcode == 1
+        for process in others:
+            process.join(30)
+            assert process.exitcode == 1
     finally:
         frozen.kill()
     for log in nodes.logs[1:]:
-        assert "a question to the store (--timeout) did not end within 5 s: is a node frozen" in log.read_text()
+        assert "a request to the store (--timeout) did not end within 5 s: is a node frozen" in log.read_text()
 
 
 SAME_ERROR = """

@@ -1,13 +1,20 @@
-"""Fine-tuning data: what is read, how it is cut into rows and batches, and what is said of bad input."""
+"""Fine-tuning data: reading it, cutting it into rows and batches, and the messages about bad input."""
 
 import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from bert_ddp.finetune import scores, tasks
+from bert_ddp.finetune import data, scores
+from bert_ddp.finetune.encoding import encode_sentences
+from bert_ddp.finetune.examples import Sentence
+from bert_ddp.finetune.files import read_conll
+from bert_ddp.finetune.rows import IGNORE, of_labelled
+from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
 from bert_ddp.finetune.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
+from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
 from common.uneven.batching import BatchPlan, plan_batches
 from tests.harness import SHARED
@@ -33,14 +40,14 @@ def test_conll_with_tabs_spaces_lone_tabs_and_docstart_lines(tmp_path):
     path = write(
         tmp_path / "a.conll", "-DOCSTART- -X- -X- O\n\nEU NNP B-NP B-org\nrejects VBZ B-VP O\n\t\nanna\tB-person\r\n"
     )
-    found = list(tasks.read_conll(path))
+    found = list(read_conll(path))
     assert [sentence.words for sentence in found] == [["EU", "rejects"], ["anna"]]
     assert [sentence.tags for sentence in found] == [["B-org", "O"], ["B-person"]]
     assert found[1].places == [f"{path}, line 6"]
 
 
 def test_conll_reads_back_what_was_written(tmp_path):
-    found = tasks.read_conll(save_conll(tmp_path / "a.conll", 30, seed=3))
+    found = read_conll(save_conll(tmp_path / "a.conll", 30, seed=3))
     assert [list(zip(one.words, one.tags, strict=True)) for one in found] == sentences(30, seed=3)
 
 
@@ -48,7 +55,7 @@ def test_wnut17_is_read_whole():
     path = SHARED / "wnut17" / "train.conll"
     if not path.exists():
         pytest.skip(f"{path} is not there")
-    found = list(tasks.read_conll(path))
+    found = list(read_conll(path))
     assert len(found) == 3394
     assert len({tag for sentence in found for tag in sentence.tags}) == 13
 
@@ -63,7 +70,7 @@ def test_texts_and_pairs_from_csv_tsv_and_jsonl(name, tmp_path):
     else:
         lines = ["a\tb\tlabel", *("\t".join(row) for row in table)]
     path = write(tmp_path / name, "\n".join(lines))
-    found = tasks.read_texts(str(path), "train", ["a", "b"], None)
+    found = read_texts(str(path), "train", ["a", "b"], None)
     assert [(text.text, text.pair, text.label) for text in found] == table
 
 
@@ -77,9 +84,9 @@ def test_a_datasets_folder_with_class_names_is_read_by_its_splits(tmp_path):
     for split in ("train", "validation"):
         datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / f"{split}.parquet")
     for role in ("train", "dev"):
-        assert [one.tags for one in tasks.read_sentences(f"hf:{tmp_path}", role)] == [["O", "B-x"], ["B-x"]]
+        assert [one.tags for one in read_sentences(f"hf:{tmp_path}", role)] == [["O", "B-x"], ["B-x"]]
     with pytest.raises(UserError, match="but no test split: name a file with --test"):
-        tasks.read_sentences(f"hf:{tmp_path}", "test")
+        read_sentences(f"hf:{tmp_path}", "test")
 
 
 def save_splits(folder, labels):
@@ -95,30 +102,30 @@ def save_splits(folder, labels):
 
 def test_a_data_set_without_a_test_split_is_train_and_dev(tmp_path):
     source = save_splits(tmp_path, {"train": [0, 1], "validation": [1]})
-    assert tasks.find_sources(source, {"test": None}) == {"train": source, "dev": source}
+    assert find_sources(DataOptions("classify", source, {"test": None})) == {"train": source, "dev": source}
 
 
-def test_a_test_split_without_labels_is_left_out_with_a_line(tmp_path, tokenizer, capsys):
+def test_a_test_split_without_labels_is_left_out_with_a_line(tmp_path, tokenizer):
     source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [-1, -1]})  # as GLUE has it
-    found = tasks.load("classify", tasks.find_sources(source, {}), tokenizer, 32)
+    found = data.load(DataOptions("classify", source), tokenizer, 32)
     assert list(found.held_out) == ["dev"]
-    assert f"{source}: its test split has no labels and is left out" in capsys.readouterr().out
+    assert found.notes == [f"{source}: its test split has no labels and is left out: --test names another"]
 
 
 def test_a_test_split_with_labels_is_kept(tmp_path, tokenizer):
     source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [0]})
-    assert list(tasks.load("classify", tasks.find_sources(source, {}), tokenizer, 32).held_out) == ["dev", "test"]
+    assert list(data.load(DataOptions("classify", source), tokenizer, 32).held_out) == ["dev", "test"]
 
 
 def test_a_test_set_without_labels_that_is_named_itself_is_refused(tmp_path, tokenizer):
     source = save_splits(tmp_path, {"train": [0, 1], "validation": [1], "test": [-1, -1]})
     with pytest.raises(UserError, match="test row 0: the label is missing"):
-        tasks.load("classify", tasks.find_sources(source, {"test": source}), tokenizer, 32)
+        data.load(DataOptions("classify", source, {"test": source}), tokenizer, 32)
 
 
 def test_a_folder_gives_the_files_of_each_role_and_named_files_win(tmp_path):
     save_ner(tmp_path, 3, 2, 2)
-    found = tasks.find_sources(str(tmp_path), {"test": "other.conll", "dev": None})
+    found = find_sources(DataOptions("ner", str(tmp_path), {"test": "other.conll", "dev": None}))
     expected = {"train": str(tmp_path / "train.conll"), "dev": str(tmp_path / "dev.conll"), "test": "other.conll"}
     assert found == expected
 
@@ -142,7 +149,7 @@ BAD = [
 def test_what_is_wrong_with_tagged_words_is_said_with_file_and_line(name, text, message, tmp_path):
     path = write(tmp_path / name, text)
     with pytest.raises(UserError, match=message.replace("[", r"\[")) as error:
-        tasks.read_sentences(str(path), "train")
+        read_sentences(str(path), "train")
     assert "\n" not in str(error.value)
 
 
@@ -163,26 +170,26 @@ BAD_TEXTS = [
 @pytest.mark.parametrize(("name", "text", "message"), BAD_TEXTS)
 def test_what_is_wrong_with_labelled_texts_is_said_with_file_and_line(name, text, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        tasks.read_texts(str(write(tmp_path / name, text)), "train", None, None)
+        read_texts(str(write(tmp_path / name, text)), "train", None, None)
 
 
 def test_a_file_that_is_no_utf8_text_is_named_with_its_line(tmp_path):
     (tmp_path / "a.conll").write_bytes(b"anna O\n\xff\xfe O\n")
     with pytest.raises(UserError, match=r"a\.conll, line 2: this is not UTF-8 text"):
-        tasks.read_sentences(str(tmp_path / "a.conll"), "train")
+        read_sentences(str(tmp_path / "a.conll"), "train")
 
 
 def test_a_label_unseen_in_training_is_named_with_its_line(tmp_path, tokenizer):
     write(tmp_path / "train.conll", "anna B-person\nwent O\n")
     write(tmp_path / "dev.conll", "went O\nberlin B-place\n")
     with pytest.raises(UserError, match=r"dev\.conll, line 2: the label 'B-place' does not occur in the training data"):
-        tasks.load("ner", tasks.find_sources(str(tmp_path), {}), tokenizer, 32)
+        data.load(DataOptions("ner", str(tmp_path)), tokenizer, 32)
 
 
 def test_a_hub_that_does_not_answer_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # answers at once what else takes 20 s
     with pytest.raises(RunError, match="hf:nobody/nothing") as error:
-        tasks.read_sentences("hf:nobody/nothing", "train")
+        read_sentences("hf:nobody/nothing", "train")
     assert "\n" not in str(error.value)
 
 
@@ -191,7 +198,7 @@ def test_a_damaged_file_of_a_datasets_folder_is_said_in_one_line(second, tmp_pat
     write(tmp_path / "train.csv", "text,label\na,x\n")
     write(tmp_path / "validation.csv", second)
     with pytest.raises(UserError, match=f"hf:{tmp_path} cannot be read: ") as error:
-        tasks.find_sources(f"hf:{tmp_path}", {})
+        find_sources(DataOptions("classify", f"hf:{tmp_path}"))
     print(error.value)
     assert "\n" not in str(error.value)
 
@@ -201,41 +208,41 @@ def test_a_damaged_file_of_a_datasets_folder_is_said_in_one_line(second, tmp_pat
 
 def test_the_first_piece_of_each_word_has_its_label_and_no_word_is_lost(tokenizer):
     long = [("xylophonist", "B-person"), *[("berlin", "B-place"), ("went", "O")] * 20, ("\u200d", "O")]
-    given = [tasks.Sentence(*zip(*pairs, strict=True), places=[""]) for pairs in ([("anna", "B-person")], long)]
+    given = [Sentence(*zip(*pairs, strict=True), places=[""]) for pairs in ([("anna", "B-person")], long)]
     names = ["O", "B-person", "B-place"]
-    found = tasks.encode_sentences(given, names, tokenizer, length=16)
+    found = encode_sentences(given, names, tokenizer, length=16)
     assert found.rows.lengths.max() <= 16 and len(found.rows) > 3
     kept = {}
     for row in range(len(found.rows)):
         batch = found.rows.batch(np.array([row]))
         assert batch.tokens[0, 0] == tokenizer.cls_token_id and batch.tokens[0, -1] == tokenizer.sep_token_id
-        kept[row] = tasks.of_labelled(batch.labels[0].tolist(), batch.labels[0].tolist())
-    assert found.answers(kept, names) == [list(sentence.tags) for sentence in given]
+        kept[row] = of_labelled(batch.labels[0].tolist(), batch.labels[0].tolist())
+    assert found.answers(kept, dict(enumerate(names))) == [list(sentence.tags) for sentence in given]
     assert found.rows.counts.sum() == 1 + len(long)
 
 
 def test_memory_of_pieces_is_bounded_and_forgotten_words_are_cut_as_before(tokenizer):
-    pieces, words = tasks.Pieces(tokenizer, most=10), ["anna", *(f"word{number}" for number in range(50)), "anna"]
+    pieces, words = Pieces(tokenizer, most=10), ["anna", *(f"word{number}" for number in range(50)), "anna"]
     found = [pieces.of([word, "berlin"]) for word in words]
     assert len(pieces.known) <= 12
-    assert found == [tasks.Pieces(tokenizer).of([word, "berlin"]) for word in words]
+    assert found == [Pieces(tokenizer).of([word, "berlin"]) for word in words]
 
 
-def test_how_many_texts_are_cut_is_said_for_each_set(tokenizer, tmp_path, capsys):
+def test_how_many_texts_are_cut_is_said_for_each_set(tokenizer, tmp_path):
     for role, lengths in (("train", (6, 7, 9)), ("dev", (6, 6)), ("test", (20, 2))):  # 6 words fit beside two marks
         write(tmp_path / f"{role}.csv", "\n".join(["text,label", *(f"{'anna ' * n},{n % 2}" for n in lengths)]))
-    tasks.load("classify", tasks.find_sources(str(tmp_path), {}), tokenizer, 8)
-    expected = "texts cut to 8 tokens: 2 of 3 train, 1 of 2 test: a larger --max-length reads more of them\n"
-    assert capsys.readouterr().out == expected
+    found = data.load(DataOptions("classify", str(tmp_path)), tokenizer, 8)
+    expected = "texts cut to 8 tokens: 2 of 3 train, 1 of 2 test: a larger --max-length reads more of them"
+    assert found.notes == [expected]
 
 
 def test_a_batch_is_padded_to_its_longest_row_only(tokenizer, tmp_path):
-    found = tasks.encode_sentences(list(tasks.read_conll(save_conll(tmp_path / "a", 9, 1))), NAMES, tokenizer, 32)
+    found = encode_sentences(list(read_conll(save_conll(tmp_path / "a", 9, 1))), NAMES, tokenizer, 32)
     batch = found.rows.batch(np.array([2, 5, 7]))
     lengths = found.rows.lengths[[2, 5, 7]]
     assert batch.tokens.shape == (3, lengths.max())
     assert batch.mask.sum(dim=1).tolist() == lengths.tolist()
-    assert ((batch.labels == tasks.IGNORE) | (batch.mask == 1)).all()
+    assert ((batch.labels == IGNORE) | (batch.mask == 1)).all()
 
 
 NAMES = ["O", "B-person", "B-place", "I-place"]
@@ -245,7 +252,7 @@ NAMES = ["O", "B-person", "B-place", "I-place"]
 
 
 def test_a_set_without_any_entity_has_scores_of_zero_and_a_report(tmp_path):
-    found = scores.score("ner", [["O", "O"], []], [["O", "O"], []])
+    found = scores.score_entities([["O", "O"], []], [["O", "O"], []])
     assert found.numbers == {"f1": 0, "precision": 0, "recall": 0, "tag_accuracy": 1}
     scores.write_report(tmp_path, {"dev": found}, step=1)
     assert "no entity is there, and none was found" in (tmp_path / "report.txt").read_text()
@@ -261,12 +268,13 @@ def lengths():
 
 
 def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
-    plan = BatchPlan(203, (20, 0, 12, 18))
-    samplers = [TokenBalancedSampler(plan, rank, 7, lengths, lengths - 2, None, 96) for rank in range(4)]
-    alone = TokenBalancedSampler(BatchPlan(203, (50,)), 0, 7, lengths, lengths - 2, None, 96)
+    plan = BatchPlan(203, 50, ((0, (20, 0, 12, 18)),))
+    samplers = [TokenBalancedSampler(plan, rank, 7, lengths, None, 96) for rank in range(4)]
+    alone = TokenBalancedSampler(BatchPlan(203, 50, ((0, (50,)),)), 0, 7, lengths, None, 96)
+    sums = [one.plan.sums_in_steps(torch.from_numpy(lengths - 2), one.order()) for one in (samplers[3], alone)]
     for step, (parts, whole) in enumerate(zip(zip(*samplers, strict=True), alone, strict=True)):
         assert sorted(row for part in parts for row in part) == sorted(whole)
-        assert samplers[3].global_count(step) == sum(lengths[whole] - 2) == alone.global_count(step)
+        assert sums[0][step] == sum(lengths[whole] - 2) == sums[1][step]
         assert parts[1] == []
 
 
@@ -304,7 +312,20 @@ def test_evaluation_takes_each_row_once_on_any_number_of_ranks(lengths):
 def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths):
     plans = [plan_batches(203, 32, 4, weights) for weights in (None, [5, 1, 1, 1])]
     for plan in plans:
-        sampler = TokenBalancedSampler(plan, 0, 1, lengths, lengths, None, 96)
+        sampler = TokenBalancedSampler(plan, 0, 1, lengths, None, 96)
         sampler.set_epoch(2)
-        everyone = [sorted(row for rank in range(4) for row in sampler.part(step, rank)) for step in range(7)]
-        assert everyone == [sorted(sampler.order()[step * 32 : step * 32 + 32].tolist()) for step in range(7)]
+        order, steps = sampler.order().numpy(), range(2 * 7, 3 * 7)  # of the third epoch
+        everyone = [sorted(row for rank in range(4) for row in sampler.part(order, step, rank)) for step in steps]
+        assert everyone == [sorted(order[step * 32 : step * 32 + 32].tolist()) for step in range(7)]
+
+
+def test_changed_shares_count_from_their_step_on(lengths):
+    equal, uneven = (plan_batches(203, 50, 2, weights) for weights in (None, [4, 1]))
+    changed = equal.with_shares([4, 1], from_step=7)  # in the second epoch
+    samplers = [TokenBalancedSampler(plan, 0, 7, lengths, None, 96) for plan in (equal, uneven, changed)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        before, after, found = (list(sampler) for sampler in samplers)
+        assert before != after
+        assert found == before[: 7 - 5 * epoch] + after[7 - 5 * epoch :]

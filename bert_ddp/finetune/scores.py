@@ -1,31 +1,27 @@
-"""What held-out predictions are worth: entity F1 by seqeval, class scores by scikit-learn, and their files."""
+"""Scores of held-out predictions: entity F1 by seqeval, class scores by scikit-learn, and the files that show them."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-MEASURE = {"ner": "f1", "classify": "accuracy"}  # which number makes a checkpoint the best
+MEASURE = {"ner": "f1", "classify": "accuracy"}  # the best checkpoint has the highest
 
 
 @dataclass(frozen=True)
 class Scores:
-    """`numbers` for the metrics, `per_class` and `text` for a person, `confusion[gold][predicted]` for the plot."""
+    """What the predictions for one held-out set score."""
 
-    numbers: dict[str, float]
+    numbers: dict[str, float]  # for metrics.jsonl
     per_class: dict[str, dict[str, float]]
-    text: str
-    confusion: dict[str, Counter]
-
-
-def score(task: str, gold: list, predicted: list) -> Scores:
-    """Scores of all predictions of a held-out set at once; entities are counted over whole sentences."""
-    return score_entities(gold, predicted) if task == "ner" else score_classes(gold, predicted)
+    text: str  # a table for a person
+    confusion: dict[str, Counter[str]]  # right class -> answer -> count
 
 
 def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> Scores:
-    """Precision, recall and F1 of entities, right only with both ends and type, as conlleval counts them."""
+    """Precision, recall and F1 of entities. One is right with the right type and both ends, as conlleval counts."""
     from seqeval.metrics import accuracy_score, classification_report
 
     pairs = zip((tag for tags in gold for tag in tags), (tag for tags in predicted for tag in tags), strict=True)
@@ -44,7 +40,7 @@ def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
 
 
 def score_classes(gold: Sequence[str], predicted: Sequence[str]) -> Scores:
-    """Accuracy, macro F1 and Matthews' correlation."""
+    """Accuracy, macro F1 and Matthews' correlation of one class a text."""
     from sklearn.metrics import classification_report, matthews_corrcoef
 
     found = classification_report(gold, predicted, output_dict=True, zero_division=0)
@@ -60,43 +56,46 @@ def _type(tag: str) -> str:
     return tag if tag == "O" else tag[2:]
 
 
-def _confusion(pairs) -> dict[str, Counter]:
-    table: dict[str, Counter] = {}
+def _confusion(pairs: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
+    table: dict[str, Counter[str]] = {}
     for right, answer in pairs:
         table.setdefault(right, Counter())[answer] += 1
     return table
 
 
-def _floats(numbers: dict) -> dict[str, float]:
+def _floats(numbers: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
-def _per_class(found: dict) -> dict[str, dict[str, float]]:
+def _per_class(found: Mapping[Any, Any]) -> dict[str, dict[str, float]]:
     return {str(name): _floats(row) for name, row in found.items() if isinstance(row, dict)}
 
 
-def write_report(folder: Path, by_role: dict[str, Scores], step: int) -> None:
-    """report.txt, report.json and confusion.png, the last for the test set, or dev where there is none."""
+def role_to_show(by_role: Mapping[str, Scores]) -> str:
+    """The test set, or dev where there is none."""
+    return "test" if "test" in by_role else "dev"
+
+
+def write_report(folder: Path, by_role: Mapping[str, Scores], step: int) -> None:
+    """Write report.txt and report.json for all held-out sets, and confusion.png for the one of `role_to_show`."""
     texts = [f"{role} (weights of step {step})\n\n{scores.text}" for role, scores in by_role.items()]
     (folder / "report.txt").write_text("\n\n".join(texts))
     rows = {role: {**scores.numbers, "per_class": scores.per_class} for role, scores in by_role.items()}
     (folder / "report.json").write_text(json.dumps({"step": step, **rows}, indent=1))
-    role = "test" if "test" in by_role else "dev"
+    role = role_to_show(by_role)
     plot_confusion(by_role[role].confusion, f"{role}, weights of step {step}", folder / "confusion.png")
 
 
-def plot_confusion(confusion: dict[str, Counter], title: str, picture: Path) -> None:
-    """A table of right class (rows) against answer (columns), coloured by the part of its row, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def plot_confusion(confusion: Mapping[str, Counter[str]], title: str, picture: Path) -> None:
+    """Draw a PNG of the right class (rows) against the answer (columns), coloured by the part of its row."""
+    from matplotlib.figure import Figure
 
     names = sorted(set(confusion) | {name for row in confusion.values() for name in row})
     counts = [[confusion.get(right, Counter())[answer] for answer in names] for right in names]
     parts = [[count / max(1, sum(row)) for count in row] for row in counts]
     side = min(14.0, 2.5 + 0.6 * len(names))
-    figure, axes = pyplot.subplots(figsize=(side + 1, side), layout="constrained")
+    figure = Figure(figsize=(side + 1, side), layout="constrained")  # without pyplot: no state, no window
+    axes = figure.subplots()
     figure.colorbar(axes.imshow(parts, cmap="Blues", vmin=0, vmax=1), label="part of the row")
     axes.set(xticks=range(len(names)), yticks=range(len(names)), xlabel="answer", ylabel="right", title=title)
     axes.set_xticklabels(names, rotation=90)
@@ -105,6 +104,5 @@ def plot_confusion(confusion: dict[str, Counter], title: str, picture: Path) -> 
         for y, row in enumerate(counts):
             for x, count in enumerate(row):
                 color = "white" if parts[y][x] > 0.6 else "black"
-                axes.text(x, y, count, ha="center", va="center", fontsize=7, color=color)
+                axes.text(x, y, str(count), ha="center", va="center", fontsize=7, color=color)
     figure.savefig(picture, dpi=110, format="png")
-    pyplot.close(figure)

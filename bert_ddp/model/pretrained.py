@@ -88,6 +88,18 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
     return tokenizer
 
 
+def row_length(wanted: int | None, config: PretrainedConfig, name: str, default: int | None = None) -> int:
+    """The most tokens of a row: `wanted` (--max-length), or else `default`, or as many as the model has positions for.
+
+    Raises UserError where the model has fewer positions than `wanted`.
+    """
+    positions = config.max_position_embeddings
+    length = wanted or min(default or positions, positions)
+    if not 8 <= length <= positions:
+        raise UserError(f"--max-length is {length}, but --model {name} has positions for 8 to {positions} tokens")
+    return length
+
+
 def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool = False) -> PreTrainedModel:
     """The model of `task` with its weights in float32; with `new_heads` a missing head is drawn from torch's seed."""
     unpooled: dict[str, Any] = {"add_pooling_layer": False} if task == "embed" else {}

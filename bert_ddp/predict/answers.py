@@ -1,17 +1,18 @@
-"""What a BERT answers to lines of text: masked words, entities, classes or sentence embeddings, one dict a line.
+"""A BERT's answers to lines of text: masked words, entities, classes or sentence embeddings, one dict a line.
 
-Answers depend on the line's chunk alone and not on which rank computes it: rows are padded beside rows of their own
-chunk, in an order that the lengths give.
+An answer depends on the chunk that the line is in, and not on the rank that computes it: rows are batched and padded
+with rows of their own chunk, in the order of their lengths.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bert_ddp.finetune.tasks import Pieces, windows
+from bert_ddp.text.pieces import Pieces, windows
 from common.uneven.precision import Precision
 
 # A word as people write it: with @ or # before it and with dots, dashes and apostrophes inside; or any other sign.
@@ -19,7 +20,7 @@ WORD = re.compile(r"[@#]?\w+(?:[-'.&/]\w+)*|\S")
 
 
 class Answerer:
-    """One task on one model. `answer(lines)` gives one JSON-ready dict for each line, in order."""
+    """One task on one model. `answer(lines)` returns one dict for each line, in order, ready for JSON."""
 
     def __init__(
         self,
@@ -27,15 +28,15 @@ class Answerer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         precision: Precision,
-        batch: int,
-        length: int,
-        top_k: int,
+        batch: int,  # rows in one forward
+        length: int,  # most tokens in a row
+        top_k: int,  # words for each [MASK]
     ):
         self.model, self.tokenizer, self.precision = model.eval(), tokenizer, precision
         self.batch, self.length, self.top_k = batch, length, top_k
         self.pieces = Pieces(tokenizer)
-        self.of = {"fill-mask": self._masks, "ner": self._entities, "classify": self._classes, "embed": self._embedding}
-        self.answer = self.of[task]
+        tasks = {"fill-mask": self._masks, "ner": self._entities, "classify": self._classes, "embed": self._embedding}
+        self.answer: Callable[[Sequence[str]], list[dict]] = tasks[task]
 
     # --- the four tasks --------------------------------------------------------------------------------------------
 
@@ -45,7 +46,8 @@ class Answerer:
 
         def run(inputs: dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
             where = inputs["input_ids"] == self.tokenizer.mask_token_id
-            hidden = self.model.bert(**inputs).last_hidden_state[where]  # (masks, width): the vocabulary is large
+            # the vocabulary is large, so only these positions are projected to it
+            hidden = self.model.bert(**inputs).last_hidden_state[where]  # (masks, width)
             best = self.model.cls(hidden).float().softmax(dim=-1).topk(min(self.top_k, self.model.config.vocab_size))
             both = torch.stack([best.indices.double(), best.values.double()], dim=-1)  # (masks, top_k, 2)
             return both.split(where.sum(dim=1).tolist())
@@ -62,18 +64,17 @@ class Answerer:
     def _entities(self, lines: Sequence[str]) -> list[dict]:
         """Words, a tag for each, and the entities that the tags make, with their places in the line."""
         names, room = self.model.config.id2label, self.length - 2
-        rows, firsts, of_line, spans = [], [], [], [list(WORD.finditer(line)) for line in lines]
+        begins, ends = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+        spans = [list(WORD.finditer(line)) for line in lines]
+        rows, firsts, of_line = [], [], []  # tokens; where each word's first piece is; the row's line
         for index, found in enumerate(spans):
             words = self.pieces.of([match.group() for match in found])
-            for begin, end in windows(words, room):
-                cut = [word[:room] for word in words[begin:end]]
-                starts = np.cumsum([1, *(len(word) for word in cut)])[:-1]
-                rows.append(
-                    [self.tokenizer.cls_token_id, *(p for word in cut for p in word), self.tokenizer.sep_token_id]
-                )
-                firsts.append(starts.tolist())
+            for first, last in windows(words, room):
+                cut = [word[:room] for word in words[first:last]]
+                rows.append([begins, *(piece for word in cut for piece in word), ends])
+                firsts.append(np.cumsum([1, *(len(word) for word in cut)])[:-1].tolist())
                 of_line.append(index)
-        tags = [[] for _ in lines]
+        tags: list[list[str]] = [[] for _ in lines]
         for index, output, starts in zip(of_line, self._outputs(rows, self._logits), firsts, strict=True):
             tags[index] += [names[number] for number in output[starts].argmax(dim=-1).tolist()]
         return [
@@ -82,21 +83,21 @@ class Answerer:
         ]
 
     def _classes(self, lines: Sequence[str]) -> list[dict]:
-        """The likeliest class and every class's probability. A tab in a line parts a pair of texts."""
+        """The likeliest class and every class's probability. A tab in a line separates the texts of a pair."""
         rows, segments, cut = self._encode(lines, pairs=True)
         answers = []
         for output in self._outputs(rows, self._logits, segments):
-            parts = output.softmax(dim=-1).tolist()
-            scores = {self.model.config.id2label[number]: _round(part) for number, part in enumerate(parts)}
-            answers.append({"label": max(scores, key=scores.get), "scores": scores})
+            probabilities = output.softmax(dim=-1).tolist()
+            scores = {self.model.config.id2label[number]: _round(value) for number, value in enumerate(probabilities)}
+            answers.append({"label": max(scores, key=lambda name: scores[name]), "scores": scores})
         return _mark(answers, cut)
 
     def _embedding(self, lines: Sequence[str]) -> list[dict]:
-        """The mean over all tokens of a line, of length 1, as sentence-transformers has it for MiniLM."""
+        """The mean over a line's tokens, scaled to length 1, as sentence-transformers does for MiniLM."""
         rows, _, cut = self._encode(lines)
 
         def run(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            hidden = self.model(**inputs).last_hidden_state.float()  # (B, S, width)
+            hidden = self.model(**inputs).last_hidden_state.float()  # (batch, tokens, width)
             mask = inputs["attention_mask"].unsqueeze(-1)
             return torch.nn.functional.normalize((hidden * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
 
@@ -108,57 +109,46 @@ class Answerer:
 
     # --- rows and outputs ------------------------------------------------------------------------------------------
 
-    def _encode(self, lines: Sequence[str], pairs: bool = False) -> tuple[list[list[int]], list | None, list[bool]]:
-        """(token rows, segments of pairs or None, which lines were too long and are cut)."""
+    def _encode(
+        self, lines: Sequence[str], pairs: bool = False
+    ) -> tuple[list[list[int]], list[list[int]] | None, list[bool]]:
+        """(tokens of each line, their segments where there are pairs or else None, which lines are cut)."""
         texts, second = list(lines), None
         if pairs and any("\t" in line for line in lines):
-            parted = [line.partition("\t") for line in lines]
-            texts, second = [first for first, _, _ in parted], [rest for _, _, rest in parted]
+            both = [line.partition("\t") for line in lines]
+            texts, second = [first for first, _, _ in both], [rest for _, _, rest in both]
         found = self.tokenizer(texts, second, truncation=True, max_length=self.length, return_overflowing_tokens=True)
-        # a line that is too long gives several rows: the first is its answer's
-        of_line = found["overflow_to_sample_mapping"]
-        first = [index for index, line in enumerate(of_line) if index == 0 or of_line[index - 1] != line]
-        cut = (
-            [of_line.count(line) > 1 for line in range(len(lines))]
-            if len(first) < len(of_line)
-            else [False] * len(lines)
-        )
+        # A line that is too long gives several rows, one after the other; the first of them is kept.
+        of_line = np.asarray(found["overflow_to_sample_mapping"])
+        _, first, rows_of = np.unique(of_line, return_index=True, return_counts=True)
         rows = [found["input_ids"][index] for index in first]
-        return rows, [found["token_type_ids"][index] for index in first] if second else None, cut
+        segments = [found["token_type_ids"][index] for index in first] if second else None
+        return rows, segments, (rows_of > 1).tolist()
 
     @torch.no_grad()
     def _outputs(
         self,
         rows: list[list[int]],
-        run: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor]],
+        run: Callable[[dict[str, torch.Tensor]], Iterable[torch.Tensor]],
         segments: list[list[int]] | None = None,
     ) -> list[torch.Tensor]:
-        """What `run(inputs)` gives for each row, on the CPU; rows of like lengths go through it together."""
-        results: list[torch.Tensor | None] = [None] * len(rows)
+        """The result of `run(inputs)` for each row, on the CPU. Rows of similar length go through it together."""
+        results: dict[int, torch.Tensor] = {}
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
         for start in range(0, len(order), self.batch):
             chosen = order[start : start + self.batch]
-            longest = len(rows[chosen[0]])
-
-            def padded(lists: list[list[int]], value: int, longest: int = longest) -> torch.Tensor:
-                tensor = torch.tensor([some + [value] * (longest - len(some)) for some in lists])
-                return tensor.to(self.precision.device)
-
-            inputs = {
-                "input_ids": padded([rows[index] for index in chosen], self.tokenizer.pad_token_id),
-                "attention_mask": padded([[1] * len(rows[index]) for index in chosen], 0),
-            }
+            unpadded: dict[str, Any] = {"input_ids": [rows[index] for index in chosen]}
             if segments:
-                inputs["token_type_ids"] = padded([segments[index] for index in chosen], 0)
+                unpadded["token_type_ids"] = [segments[index] for index in chosen]
+            inputs = self.tokenizer.pad(unpadded, return_tensors="pt").to(self.precision.device)
             with self.precision.autocast():
-                outputs = run(inputs)
-            for index, output in zip(chosen, outputs, strict=True):
-                results[index] = output.cpu()
-        return results
+                outputs = run(dict(inputs))
+            results.update((index, output.cpu()) for index, output in zip(chosen, outputs, strict=True))
+        return [results[index] for index in range(len(rows))]
 
 
 def entities(line: str, words: Sequence[re.Match], tags: Sequence[str]) -> list[dict]:
-    """The entities that BIO (or BIOES) tags make, as conlleval reads them: another type or a B- begins a new one."""
+    """The entities that BIO (or BIOES) tags make, as conlleval reads them: another type, or B-, begins a new one."""
     found: list[dict] = []
     before = "O"
     for match, tag in zip(words, tags, strict=True):
@@ -172,10 +162,10 @@ def entities(line: str, words: Sequence[re.Match], tags: Sequence[str]) -> list[
 
 
 def _mark(answers: list[dict], cut: Sequence[bool]) -> list[dict]:
-    """Say so where a line was longer than the model reads."""
+    """`answers` with a note where the line was longer than the model reads."""
     return [answer | {"cut": True} if was_cut else answer for answer, was_cut in zip(answers, cut, strict=True)]
 
 
 def _round(value: float) -> float:
-    """Six digits: what float32 holds, so that files agree although the last bits of sums may not."""
+    """Six digits, which float32 holds: files agree even where sums differ in their last bits."""
     return float(f"{value:.6g}")

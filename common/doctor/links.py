@@ -1,17 +1,17 @@
-"""Plain TCP between two nodes: does it connect, how long is the way, how much does it carry, do the clocks agree?
+"""Plain TCP between two nodes: does it connect, how long does a message take, what rate does it carry, and do the
+clocks agree?
 
-Each node listens at the address that gloo and NCCL will use, on a port that the system chooses, as they do. So
-this finds in two seconds what a process group finds in minutes: a wrong interface, a firewall, a slow link.
-The protocol of one connection, numbers as 8 bytes:
+Each node listens at the address that gloo and NCCL will use, on a port that the system chooses, as they do. So this
+finds in two seconds what a process group finds in minutes: a wrong interface, a firewall, a slow link.
 
     server   its identity, 32 bytes
-    client   "p"                   server   its clock, in seconds
-    client   "b", n, n bytes       server   "k"
+    client   a number n (8 bytes), then n bytes     server   its clock in seconds (8 bytes)     any number of times
 """
 
 import contextlib
 import secrets
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -19,7 +19,7 @@ import time
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 6.0
 PINGS = 20
-FIRST_BYTES = 256 * 1024  # fills the path before the measurement, so that the slow start does not count
+FIRST_BYTES = 256 * 1024  # fills the path before the measurement, so that TCP's slow start does not count
 MOST_BYTES = 256 * 1024 * 1024
 CHUNK = bytes(1024 * 1024)
 NUMBER = struct.Struct("!Q")
@@ -27,115 +27,95 @@ CLOCK = struct.Struct("!d")
 IDENTITY_BYTES = 32
 
 
-class Listener:
-    """Answers `measure` of other nodes at `address`, on a free port, until it is closed. Raises OSError."""
+class Server(socketserver.ThreadingTCPServer):
+    """Answers the `Connection`s of other nodes at `address`, on a free port, until it is closed. Raises OSError."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
 
     def __init__(self, address: str):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.identity = secrets.token_hex(IDENTITY_BYTES // 2)
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
-        self.socket.bind((address, 0))
-        self.socket.listen(64)
-        self.address, self.port = self.socket.getsockname()[:2]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self.socket.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError), connection:
-            connection.settimeout(ANSWER_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(self.identity.encode())
-            while command := connection.recv(1):
-                if command == b"p":
-                    connection.sendall(CLOCK.pack(time.time()))
-                else:
-                    _swallow(connection, NUMBER.unpack(_receive(connection, NUMBER.size))[0])
-                    connection.sendall(b"k")
+        super().__init__((address, 0), _Handler)
+        self.port: int = self.server_address[1]
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        assert isinstance(self.server, Server)
+        with contextlib.suppress(OSError, struct.error):  # the other side has left, perhaps in the middle of a number
+            self.wfile.write(self.server.identity.encode())
+            while header := self.rfile.read(NUMBER.size):
+                self._discard(NUMBER.unpack(header)[0])
+                self.wfile.write(CLOCK.pack(time.time()))
+
+    def _discard(self, size: int) -> None:
+        buffer = memoryview(bytearray(len(CHUNK)))
+        while size:
+            received = self.rfile.readinto(buffer[:size])
+            if not received:
+                raise ConnectionError
+            size -= received
+
+
+class Connection:
+    """A connection to another node's `Server`. Everything raises OSError where the link does not work; see `reason`."""
+
+    def __init__(self, address: str, port: int, identity: str):
+        self.socket = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
+        self.socket.settimeout(ANSWER_SECONDS)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.replies = self.socket.makefile("rb")
+        self.round_trip_seconds = 0.0
+        if self._read(IDENTITY_BYTES) != identity.encode():
+            self.close()
+            raise ConnectionError("another program answers there")
+
+    def latency(self) -> tuple[float, float]:
+        """(half of the best round trip, how far the other clock is ahead of ours, as NTP computes it), in seconds."""
+        self.round_trip_seconds, ahead = min(self._ping() for _ in range(PINGS))
+        return self.round_trip_seconds / 2, ahead
+
+    def rate(self, seconds: float) -> float:
+        """Bits per second, sent from here in about `seconds`. Call `latency` before."""
+        first, _ = self._send(FIRST_BYTES)  # tells how much can be sent in that time
+        size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * seconds / first)))
+        took = self._send(size)[0] - self.round_trip_seconds
+        return 8 * size / max(took, 1e-6)
+
+    def close(self) -> None:
+        self.replies.close()
         self.socket.close()
 
+    def _ping(self) -> tuple[float, float]:
+        sent = time.time()
+        round_trip, clock = self._send(0)
+        return round_trip, clock - (sent + round_trip / 2)
 
-def measure(address: str, port: int, identity: str, seconds: float) -> dict:
-    """Latency in ms (one way, half the best round trip), rate in Mbit/s, clock difference in ms (theirs - ours).
+    def _send(self, size: int) -> tuple[float, float]:
+        """Send so many bytes. Returns the seconds until the answer, and the other side's clock."""
+        began = time.perf_counter()
+        self.socket.sendall(NUMBER.pack(size))
+        for offset in range(0, size, len(CHUNK)):
+            self.socket.sendall(memoryview(CHUNK)[: size - offset])
+        clock = CLOCK.unpack(self._read(CLOCK.size))[0]
+        return time.perf_counter() - began, clock
 
-    Takes about `seconds`. Where there is no way, {"error": why}; it never raises OSError.
-    """
-    try:
-        with socket.create_connection((address, port), timeout=CONNECT_SECONDS) as connection:
-            connection.settimeout(ANSWER_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found = _receive(connection, IDENTITY_BYTES).decode(errors="replace")
-            if found != identity:
-                return {"error": "another program answers there"}
-            round_trip, difference = min(_ping(connection) for _ in range(PINGS))
-            return {
-                "latency_ms": round(round_trip / 2 * 1e3, 4),
-                "mbit_per_second": round(_rate(connection, seconds, round_trip) / 1e6, 1),
-                "clock_ms": round(difference * 1e3, 2),
-            }
-    except EOFError:
-        return {"error": "the connection was closed"}
-    except OSError as error:
-        return {"error": "no answer (timed out)" if isinstance(error, TimeoutError) else error.strerror or str(error)}
+    def _read(self, size: int) -> bytes:
+        data = self.replies.read(size)
+        if len(data) < size:
+            raise ConnectionError("the connection was closed")
+        return data
 
 
-def _ping(connection: socket.socket) -> tuple[float, float]:
-    """Seconds of a round trip, and how many seconds the other clock is ahead of ours (as NTP finds it)."""
-    sent, began = time.time(), time.perf_counter()
-    connection.sendall(b"p")
-    theirs = CLOCK.unpack(_receive(connection, CLOCK.size))[0]
-    round_trip = time.perf_counter() - began
-    return round_trip, theirs - (sent + round_trip / 2)
-
-
-def _rate(connection: socket.socket, seconds: float, round_trip: float) -> float:
-    """Bits per second, sent from here. A first burst says how much to send in the time that there is."""
-    first = _send(connection, FIRST_BYTES)
-    size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * seconds / first)))
-    took = _send(connection, size) - round_trip
-    return 8 * size / max(took, 1e-6)
-
-
-def _send(connection: socket.socket, size: int) -> float:
-    began = time.perf_counter()
-    connection.sendall(b"b" + NUMBER.pack(size))
-    for offset in range(0, size, len(CHUNK)):
-        connection.sendall(memoryview(CHUNK)[: size - offset])
-    _receive(connection, 1)
-    return time.perf_counter() - began
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
-
-
-def _swallow(connection: socket.socket, size: int) -> None:
-    buffer = bytearray(len(CHUNK))
-    while size:
-        received = connection.recv_into(buffer, min(size, len(buffer)))
-        if not received:
-            raise EOFError
-        size -= received
-
-
-def rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of nodes once, in rounds in which no node is in two pairs (the circle method of tournaments)."""
-    places = list(range(nodes + nodes % 2))  # with an odd number, the one paired with the extra place rests
-    result = []
-    for _ in range(len(places) - 1):
-        pairs = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
-        result.append([(min(pair), max(pair)) for pair in pairs if max(pair) < nodes])
-        places = [places[0], places[-1], *places[1:-1]]
-    return result
+def reason(error: OSError) -> str:
+    """Why a link does not work, for messages."""
+    return "no answer (timed out)" if isinstance(error, TimeoutError) else error.strerror or str(error)

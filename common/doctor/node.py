@@ -1,6 +1,6 @@
-"""What one node is, as plain JSON: versions, GPUs, driver, interfaces, disk, settings. It only looks; see diagnosis.py.
+"""The facts of one node, as plain JSON: versions, GPUs, driver, interfaces, disk, settings. diagnosis.py judges them.
 
-A fact that cannot be found is None: a broken driver must not keep the doctor from saying what else it sees.
+A fact that cannot be found is None: a broken driver must not keep the doctor from reporting the rest.
 """
 
 import os
@@ -66,7 +66,7 @@ def gpus() -> list[dict]:
 
 
 def gpu_processes() -> list[dict]:
-    """What runs on the GPUs of this machine now: pid, name and memory in MB."""
+    """The processes on the GPUs of this machine: pid, name and memory in MB."""
     lines = _ask_nvidia_smi("--query-compute-apps=pid,used_memory,process_name") or ""
     return parse_processes(lines)
 
@@ -84,7 +84,7 @@ def parse_processes(lines: str) -> list[dict]:
 
 
 def interfaces() -> list[dict]:
-    """The network interfaces that are up, with their addresses; speed in Mbit/s where the driver says it."""
+    """The network interfaces that are up, with their addresses; speed in Mbit/s where the driver reports it."""
     states = psutil.net_if_stats()
     return [
         {

@@ -1,4 +1,4 @@
-"""How fast a rank computes, and how fast the ranks exchange."""
+"""How fast a rank computes, and how fast the ranks exchange numbers."""
 
 import time
 
@@ -33,7 +33,8 @@ def tflops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     matrix = torch.ones(side, side, device=device, dtype=dtype)
     product = matrix @ matrix  # the first one loads kernels
     _finish(device)
-    times, began = [], time.perf_counter()
+    times: list[float] = []
+    began = time.perf_counter()
     while not times or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         torch.mm(matrix, matrix, out=product)
@@ -54,10 +55,11 @@ def _bf16_is_right(device: torch.device) -> str:
 def all_reduce_times(
     device: torch.device, sizes: tuple[int, ...] = SIZES, budget_seconds: float = BUDGET_SECONDS
 ) -> list[dict]:
-    """Rows of bytes, ms and gb_per_second (bytes summed over the ranks, per second of the slowest rank).
+    """Rows of bytes, ms and gb_per_second: the size of the buffer that is summed, the time of the slowest rank, and
+    their ratio. Every rank must call this.
 
-    Every rank must call this. A size that would not fit in the budget has ms None and its expected_ms instead. All
-    ranks take the same decisions, because all of them go by the slowest rank's time.
+    A size that would not fit in the budget has ms None, and expected_ms instead. All ranks take the same decisions,
+    because all of them go by the slowest rank's time.
     """
     rows, spent, expected = [], 0.0, 0.0
     for size, following in zip(sizes, (*sizes[1:], 0), strict=True):
@@ -72,7 +74,7 @@ def all_reduce_times(
                 took = _slowest(device, [_timed_all_reduce(buffer) for _ in range(repeats)])
                 spent += repeats * took
             rows.append({"bytes": size, "ms": round(took * 1e3, 3), "gb_per_second": float(f"{size / took / 1e9:.3g}")})
-        expected = took * min(following / size, 16)  # small sizes cost latency, not bytes
+        expected = took * min(following / size, 16)  # the time of small sizes is latency, which does not grow
     return rows
 
 
@@ -91,7 +93,13 @@ def _slowest(device: torch.device, seconds: list[float]) -> float:
     return median.item()
 
 
-def bf16_all_reduce(device: torch.device, world_size: int) -> str:
+def collectives(device: torch.device, world_size: int) -> dict:
+    """The all-reduce, timed and checked, as plain JSON. Every rank must call this after the process group is up."""
+    bf16 = _bf16_all_reduce(device, world_size)
+    return {"bf16": bf16, "rows": all_reduce_times(device) if world_size > 1 else [], "error": None}
+
+
+def _bf16_all_reduce(device: torch.device, world_size: int) -> str:
     """ "ok" where a sum over all ranks in bfloat16 is right on this one. Every rank must call this."""
     ones = torch.ones(1024, device=device, dtype=torch.bfloat16)
     dist.all_reduce(ones)

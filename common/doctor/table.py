@@ -1,8 +1,8 @@
-"""The doctor's report as a person reads it."""
+"""The report as text."""
 
 
 def render(report: dict, whole: bool) -> str:
-    """The report as text: with all tables, or only what was found."""
+    """The report as text: with all tables, or with the findings alone."""
     parts = [_head(report)]
     if whole:
         parts += [_node(node, len(report["nodes"]) > 1) for node in report["nodes"]]
@@ -46,31 +46,36 @@ def _gpus(gpus: list[dict]) -> str:
 
 
 def _interfaces(node: dict, several: bool) -> str:
-    way = node.get("way", {})
+    endpoint = node.get("endpoint", {})
     shown = []
     for entry in node["interfaces"]:
         speed = f", {entry['mbit_per_second']} Mbit/s" if entry["mbit_per_second"] else ""
-        used = ", reaches the others" if several and entry["name"] == way.get("interface") else ""
+        used = ", reaches the others" if several and entry["name"] == endpoint.get("interface") else ""
         shown.append(f"{entry['name']} ({', '.join(entry['addresses']) or 'no address'}{speed}{used})")
     return "; ".join(shown)
 
 
 def _links(report: dict) -> str:
     places = {rank["rank"]: rank["place"] for rank in report["ranks"]}
-    rows = [("link", "latency", "rate", "clocks differ by")]
+    rows: list[tuple[str, ...]] = [("link", "latency", "rate", "clocks differ by")]
     for link in report["links"]:
-        way = f"{places.get(link['from'], link['from'])} -> {places.get(link['to'], link['to'])}"
+        ends = f"{places.get(link['from'], link['from'])} -> {places.get(link['to'], link['to'])}"
         if link.get("error"):
-            rows.append((way, link["error"], "", ""))
+            rows.append((ends, link["error"], "", ""))
         else:
             rate, clock = link["mbit_per_second"], f"{link['clock_ms']:.1f} ms"
-            shown = f"{rate:.0f} Mbit/s" if rate < 1000 else f"{rate / 1e3:.1f} Gbit/s"
-            rows.append((way, f"{link['latency_ms']:.3f} ms", shown, clock))
+            rows.append((ends, f"{link['latency_ms']:.3f} ms", _rate(rate), clock))
     return _table(rows) if len(rows) > 1 else ""
 
 
+def _rate(mbit_per_second: float | None) -> str:
+    if mbit_per_second is None:
+        return "not measured"
+    return f"{mbit_per_second:.0f} Mbit/s" if mbit_per_second < 1000 else f"{mbit_per_second / 1e3:.1f} Gbit/s"
+
+
 def _ranks(report: dict) -> str:
-    rows = [("rank", "where", "device", "memory free", "fp32", "bf16", "bf16 is")]
+    rows: list[tuple[str, ...]] = [("rank", "where", "device", "memory free", "fp32", "bf16", "bf16 is")]
     for rank in report["ranks"]:
         memory = f"{rank['free_gb']} of {rank['memory_gb']} GB" if rank["memory_gb"] else "-"
         device = rank["name"] if rank["device"] == "cpu" else f"{rank['device']} {rank['name']}"
@@ -80,7 +85,7 @@ def _ranks(report: dict) -> str:
 
 
 def _all_reduce(report: dict) -> str:
-    rows = [("all-reduce", "time", "rate")]
+    rows: list[tuple[str, ...]] = [("all-reduce", "time", "rate")]
     for row in report["all_reduce"]:
         if row["ms"] is None:
             rows.append((_size(row["bytes"]), "left out", f"would take about {row['expected_ms'] / 1e3:.0f} s"))
@@ -101,7 +106,7 @@ def _findings(report: dict) -> str:
     lines = []
     for finding in report["findings"]:
         lines.append(f"{finding['level']:<9}{finding['where']}: {finding['problem']}")
-        lines.append(f"         mend: {finding['mend']}")
+        lines.append(f"         fix: {finding['fix']}")
     if report["ok"]:
         lines.append("fit to train" + (", with warnings" if report["findings"] else ": nothing found"))
     return "\n".join(lines)

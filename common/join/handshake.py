@@ -8,14 +8,16 @@ keys of a run that died (torchrun's restarts, a file://), so only processes that
     every rank   answer = add(token/answers);  set(token/answer, entry)
     rank 0       all ranks have answered once, all views agree:  set(token/verdict)
 
-A rank makes a fixed number of requests besides the polling of one key, and rank 0 polls two counters, so the work
-grows with the number of ranks and no faster. `generation` counts the joins of one job: its members may join again
-later, on the same store.
+Only rank 0 and the first rank of each node, which speaks for it, poll; the others make a fixed number of requests. So
+the work grows with the number of ranks and no faster. `generation` counts the joins of one job: its members may join
+again later, on the same store.
 """
 
+import contextlib
 import json
 import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from common.join.waiting import Every, poll
 from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
+DOUBT_SECONDS = 1.0  # without a challenge: is this the store of a run that is complete?
 LOCAL_DISK_SECONDS = 6.0  # a file:// that other machines cannot see is given up after this
 
 
@@ -60,10 +63,12 @@ class _Handshake:
         self.worker, self.store, self.view = worker, store, view
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
+        # A rank that neither leads nor speaks for its node can wait for the next key in one request.
+        self.can_block = worker.local_rank > 0 and not self.store_may_outlive_run
         self.on_local_disk = _advice_for_local_disk(worker)
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
         self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
-        self.is_time_to_speak = Every(SAY_EVERY_SECONDS)
+        self.is_time_to_speak, self.is_time_to_doubt = Every(SAY_EVERY_SECONDS), Every(DOUBT_SECONDS)
         self.leader = Leader(worker, store, view) if worker.is_main else None
         self.entry, self.token = 0, ""
 
@@ -94,22 +99,30 @@ class _Handshake:
         """Answer a new challenge; return the verdict when it is there. The leader also does its part."""
         if self.leader:
             self.leader.advance()
-        if self.token and (verdict := self._read(f"{self.token}/verdict")):
+        if self.token and (verdict := self._await(f"{self.token}/verdict")):
             return json.loads(verdict)
         # In a store that outlives its runs the first challenge may be a dying leader's: look for another one.
         if not self.token or self.store_may_outlive_run:
-            challenge = self._read(f"{self.entry}/challenge")
+            challenge = self._await(f"{self.entry}/challenge")
             if challenge and challenge != self.token:
                 self.token = challenge
                 answer = self.store.add(f"{challenge}/answers", 1)
                 self.store.set(f"{challenge}/answer/{answer}", str(self.entry))
         return None
 
+    def _await(self, key: str) -> str:
+        """The value of a key that the leader will set; empty while it is not there, for a rank that polls."""
+        if self.can_block:
+            with contextlib.suppress(RuntimeError):  # at the limit
+                self.store.wait([key], timedelta(seconds=self.patience_seconds + LINGER_SECONDS))
+        return self._read(key)
+
     def _read(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _meanwhile(self, elapsed_seconds: float) -> None:
-        self._refuse_complete_run()
+        if self.is_time_to_doubt():
+            self._refuse_complete_run()
         if self.worker.local_rank == 0 and self.is_time_to_speak():
             missing = self.leader.missing() if self.leader else self._read("missing") or "rank 0"
             left = max(0.0, self.patience_seconds - elapsed_seconds)

@@ -201,7 +201,8 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
 
 def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
     """Connect the ranks after `join`. Every rank must call this. To join again, first destroy the process group."""
-    with limit(options.timeout_seconds, worker.rank, "connecting the ranks (--timeout)"):
+    # The backend has the same timeout and explains more: let it speak first.
+    with limit(options.timeout_seconds + LINGER_SECONDS, worker.rank, "connecting the ranks (--timeout)"):
         dist.init_process_group(
             backend,
             store=joined.store,

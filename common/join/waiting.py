@@ -11,15 +11,20 @@ from common.console import say
 from common.errors import RunError
 
 Found = TypeVar("Found")
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.5
-PAUSE = 0.1  # of the time that has passed: who waits long may notice a little later, and asks the store less
+FIRST_PAUSE_SECONDS = 0.01
+PAUSE = 0.15  # of the time that has passed: a long wait may notice its end a little later, and asks less often
 
 
 def _nothing(elapsed_seconds: float) -> None:
     pass
 
 
-def poll(ready: Callable[[], Found], seconds: float, meanwhile: Callable[[float], None] = _nothing) -> Found | None:
+def poll(
+    ready: Callable[[], Found],
+    seconds: float,
+    meanwhile: Callable[[float], None] = _nothing,
+    longest_pause_seconds: float = 0.5,
+) -> Found | None:
     """Call `ready()` until it returns something true, for at most `seconds`. Returns that, or None.
 
     `meanwhile(elapsed_seconds)` runs before each pause. It may print whom we wait for, or raise.
@@ -30,7 +35,7 @@ def poll(ready: Callable[[], Found], seconds: float, meanwhile: Callable[[float]
         if elapsed > seconds:
             return None
         meanwhile(elapsed)
-        pause = min(max(PAUSE * elapsed, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        pause = min(max(PAUSE * elapsed, FIRST_PAUSE_SECONDS), longest_pause_seconds)
         time.sleep(min(pause, max(seconds - elapsed, 0.001)))
     return found
 
@@ -49,16 +54,19 @@ class Every:
 
 
 @contextlib.contextmanager
-def limit(seconds: float, rank: int, what: str) -> Iterator[None]:
+def limit(seconds: float, rank: int, what: str, before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End this process, with one line, when the body takes longer. For calls into torch that may never return.
 
     A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
-    never be reached.
+    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far.
     """
 
     def give_up() -> None:
-        say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
-        os._exit(RunError.exit_code)
+        try:
+            before_exit()
+        finally:
+            say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
+            os._exit(RunError.exit_code)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True

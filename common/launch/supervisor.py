@@ -5,12 +5,14 @@ share the memory of what was imported. It must not use CUDA, threads or torch's 
 each worker is a fresh interpreter that imports the module itself.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -27,11 +29,11 @@ LOOK_SECONDS = 1.0  # a process that a worker has left behind may hold its senti
 INTERRUPTED = 130  # as shells report SIGINT
 
 
-def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
+def supervise(target: str, workers: list[Worker], args: Namespace, preload: Sequence[str] = ()) -> int:
     """Run all workers to their end. The first that fails ends the others. Returns its exit code, or 0."""
     try:
         signal.signal(signal.SIGTERM, _raise_interrupt)
-        context = _context(target)
+        context = _context(target, preload)
         return _run_all([_process(context, target, one, args) for one in workers])
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -40,7 +42,7 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         return error.exit_code
 
 
-def _context(target: str) -> BaseContext:
+def _context(target: str, preload: Sequence[str]) -> BaseContext:
     """How to start the workers: by fork, with the module in memory already, or afresh."""
     if sys.platform != "linux":  # Windows has no fork, and macOS' frameworks do not survive one
         return multiprocessing.get_context("spawn")
@@ -48,6 +50,8 @@ def _context(target: str) -> BaseContext:
     # that was forked after that cannot use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     worker.load(target)
+    for module in preload:
+        importlib.import_module(module)
     return multiprocessing.get_context("fork")
 
 
@@ -73,7 +77,10 @@ def _wait_for_all(processes: list[BaseProcess]) -> int:
     running = list(processes)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
-        wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
+        ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
+        for process in running:
+            if process.sentinel in ready:
+                process.join(LOOK_SECONDS)  # its files are closed, but its exit code may take a moment
         ended = [process for process in running if process.exitcode is not None]
         running = [process for process in running if process not in ended]
         for process in ended:

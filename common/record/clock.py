@@ -43,9 +43,7 @@ class Clock:
         return time.perf_counter() - self.began - self.paused_seconds
 
 
-def gather_steps(
-    timer: StepTimer, loss_sums: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gather_steps(timer: StepTimer, loss_sums: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss sums, compute ms, exchange ms) of all ranks for the steps since the last call, each (ranks, steps) on the
     CPU. `loss_sums` has one scalar a step, of this rank. Every rank must call this."""
     compute, exchange = timer.take()

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 

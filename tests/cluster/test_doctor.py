@@ -50,7 +50,7 @@ def assert_named(results: list[Result], *words: str) -> None:
         assert result.seconds < LIMIT_SECONDS, result.output
         errors = [line for line in result.output.splitlines() if line.startswith("error ")]
         assert any(all(word in line for word in words) for line in errors), result.output
-        assert "mend: " in result.output
+        assert "fix: " in result.output
 
 
 def test_a_healthy_pair_is_fit_to_train(hosts, node):

@@ -12,7 +12,7 @@ from tests.cluster.test_launchers import MASTER, PORT, words
 from tests.harness import MNIST, ROOT, losses
 
 SCRIPTS = ROOT / "launch_scripts"
-HELLO = ROOT / "common" / "hello.py"
+HELLO = ROOT / "common" / "hello" / "__main__.py"
 CPU = ("--device", "cpu", "--join-timeout", "90")
 URL = f"tcp://{MASTER}:{PORT}"
 

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""How long a start takes: --help, the first step of one rank and of eight, hello with very many ranks.
+
+    start.py [--repeat 3] [--ranks 16,64,256]
+
+Commands are run in turns. Memory is what all processes of a command hold together at most (shared pages counted once,
+PSS); requests are those that the ranks make to the store, ours to join and torch's to connect them.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+from common.launch import cli, start
+
+TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
+
+
+def seconds_of(*command: object) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def first_step(ranks: int) -> float:
+    """Seconds from the command to the first row of metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["-g", ranks, "--device", "cpu", "--dataset", "digits", "--max-steps", 1, "--out-dir", folder]
+        began = time.perf_counter()
+        command = subprocess.Popen([sys.executable, TRAINER, *map(str, flags)], stdout=subprocess.DEVNULL)
+        metrics = Path(folder) / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size) and command.poll() is None:
+            time.sleep(0.005)
+        seconds = time.perf_counter() - began
+        if command.wait():
+            sys.exit(f"start.py: -g {ranks} failed")
+    return seconds
+
+
+def hello(ranks: int) -> tuple[float, float, str]:
+    """(seconds, GB, what the ranks say of their requests) of `ranks` ranks that join, connect and leave."""
+    command = [sys.executable, __file__, "-g", str(ranks), "--device", "cpu"]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    peak = [0]
+    watcher = threading.Thread(target=_watch_memory, args=(process, peak), daemon=True)
+    watcher.start()
+    output, _ = process.communicate()
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        sys.exit(f"start.py: hello with {ranks} ranks failed")
+    return seconds, peak[0] / 1e9, next(line for line in output.splitlines() if line.startswith("requests"))
+
+
+def _watch_memory(process: subprocess.Popen, peak: list[int]) -> None:
+    while process.poll() is None:
+        total = 0
+        try:
+            main = psutil.Process(process.pid)
+            for one in [main, *main.children(recursive=True)]:
+                total += one.memory_full_info().pss
+        except psutil.Error:
+            pass
+        peak[0] = max(peak[0], total)
+        time.sleep(1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ranks", default="16,64,256")
+    args = parser.parse_args()
+    helps, one, eight = [], [], []
+    for _ in range(args.repeat):
+        helps.append(seconds_of(TRAINER, "--help"))
+        one.append(first_step(1))
+        eight.append(first_step(8))
+    ratio = statistics.median(b / a for a, b in zip(one, eight, strict=True))
+    print("| start | seconds (median) |\n| --- | --- |")
+    print(f"| `--help` | {statistics.median(helps):.2f} |")
+    print(f"| `-g 1`, to the first step | {statistics.median(one):.2f} |")
+    print(f"| `-g 8`, to the first step | {statistics.median(eight):.2f} |")
+    print(f"| ratio of the two | {ratio:.2f} |\n")
+    print("| hello, ranks | seconds | GB | requests to join, a rank | requests by torch to connect, a rank |")
+    print("| --- | --- | --- | --- | --- |")
+    for ranks in map(int, args.ranks.split(",")):
+        seconds, memory, said = hello(ranks)
+        join, connect = (int(number) / ranks for number in re.findall(r"(?:join|connect) (\d+)", said))
+        print(f"| {ranks} | {seconds:.1f} | {memory:.2f} | {join:.1f} | {connect:.0f} |", flush=True)
+    print(f"\n{describe()}")
+
+
+if __name__ == "__main__":
+    if "-g" in sys.argv:  # as `hello` starts it
+        start.main(cli.parser(__doc__), "benchmarks.counted_hello:greet")
+    main()

@@ -1,0 +1,101 @@
+"""Files of labelled examples: CoNLL, CSV, TSV and JSON lines.
+
+Each reader raises UserError that names file and line where something is wrong.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from bert_ddp.finetune.examples import Sentence
+from common.errors import UserError
+
+CONLL = (".conll", ".txt", ".bio", ".iob")
+TABLES = (".csv", ".tsv")
+JSON_LINES = (".json", ".jsonl")
+
+
+def read_conll(path: Path) -> Iterator[Sentence]:
+    """Sentences of a CoNLL file: the word in the first column, its label in the last, blank lines between sentences.
+
+    Tabs separate the columns of a line that has one, spaces those of other lines. `-DOCSTART-` lines, as CoNLL-2003
+    has them, are left out. Raises UserError for a line without a label, or with one that is no entity tag.
+    """
+    words: list[str] = []
+    tags: list[str] = []
+    places: list[str] = []
+    for number, line in _lines(path):
+        fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
+        if not any(fields) or fields[0] == "-DOCSTART-":
+            if words:
+                yield Sentence(words, tags, places)
+                words, tags, places = [], [], []
+            continue
+        place = f"{path}, line {number}"
+        if len(fields) < 2 or not fields[-1]:
+            raise UserError(
+                f"{place}: {fields[0]!r} has no label: write a word and its label, such as `Berlin B-location`"
+            )
+        words.append(fields[0])
+        tags.append(checked_tag(fields[-1], place))
+        places.append(place)
+    if words:
+        yield Sentence(words, tags, places)
+
+
+def checked_tag(tag: str, place: str) -> str:
+    """The tag itself. Raises UserError where it is no entity tag."""
+    if tag != "O" and not (tag[:2] in ("B-", "I-", "E-", "S-") and len(tag) > 2):
+        raise UserError(f"{place}: the label {tag!r} is no entity tag: use O, B-TYPE or I-TYPE (or E-, S-)")
+    return tag
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict]]:
+    """(place, record) of each row of a .csv or .tsv file, or of each line of a .json or .jsonl file."""
+    return _records_of_table(path) if path.suffix in TABLES else _records_of_json_lines(path)
+
+
+def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
+    lines = (line + "\n" for _, line in _lines(path))
+    if path.suffix == ".tsv":  # as GLUE's files are: a quote is a character like any other
+        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+    else:
+        reader = csv.DictReader(lines, strict=True)
+    try:
+        for row in reader:
+            place = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                more = "more" if None in row else "fewer"
+                raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames or ())}")
+            yield place, row
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: this is no JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: this is no JSON object: write one for each line")
+        yield f"{path}, line {number}", row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line) of a UTF-8 text file. Raises UserError where it is not one."""
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if b"\0" in line:
+                    raise UserError(f"{path}, line {number}: this is not a text file")
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {number}: this is not UTF-8 text ({error.reason}): convert it first") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None

@@ -1,0 +1,94 @@
+"""Labelled examples of the data sets that Hugging Face's `datasets` reads: by a name of the hub, or from a folder.
+
+A source is written `hf:name`, `hf:name,config` or `hf:folder`.
+"""
+
+from collections.abc import Iterator, Sequence
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from common.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    import datasets  # slow to import, and needed for hf: alone
+
+SPLITS = {"train": ("train",), "dev": ("validation", "dev", "valid"), "test": ("test",)}
+MOST_OF_AN_ERROR = 400  # characters of what `datasets` says
+
+
+def is_hub(source: str) -> bool:
+    """Is this a source for `datasets`, and not a file?"""
+    return source.startswith("hf:")
+
+
+def has_split(source: str, role: str) -> bool:
+    """Does the data set have a split for this role?"""
+    return _split_of(_open(source), role) is not None
+
+
+def has_labels(source: str, role: str, columns: Sequence[str]) -> bool:
+    """Does the split for this role have a label in the first of `columns` that is there?
+
+    The test sets of competitions have none.
+    """
+    splits = _open(source)
+    rows = splits[_split_of(splits, role)]
+    column = next((name for name in columns if name in rows.features), None)
+    if column is None:
+        return False
+    names = _class_names(rows.features[column])
+    values = (_named(value, names) for value in rows[column])
+    labels = (label for value in values for label in (value if isinstance(value, list) else [value]))
+    return any(label not in (None, "", -1) for label in labels)
+
+
+def read_records(source: str, role: str) -> Iterator[tuple[str, dict]]:
+    """(place, record) of each row of the split for this role, with class names for class numbers.
+
+    Raises UserError where there is no such split, RunError where the hub does not answer.
+    """
+    splits = _open(source)
+    split = _split_of(splits, role)
+    if split is None:
+        raise UserError(f"{source} has {', '.join(splits)}, but no {role} split: name a file with --{role}")
+    names = {column: _class_names(feature) for column, feature in splits[split].features.items()}
+    for number, row in enumerate(splits[split]):
+        yield f"{source}, {split} row {number}", {name: _named(value, names[name]) for name, value in row.items()}
+
+
+def _open(source: str) -> "datasets.DatasetDict":
+    """All splits of a source."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name, _, config = source.removeprefix("hf:").partition(",")
+    try:
+        return datasets.load_dataset(name, config or None)
+    except (ConnectionError, TimeoutError, OSError) as error:
+        raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
+    except DatasetsError as error:  # its later lines, or its cause, say what was wrong
+        text = str(error) if "\n" in str(error) or not error.__cause__ else f"{error}: {error.__cause__}"
+        raise UserError(f"{source} cannot be read: {shorten(text, MOST_OF_AN_ERROR)}") from None
+    except (ValueError, RuntimeError) as error:  # such as an unknown config
+        raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
+
+
+def _split_of(splits: "datasets.DatasetDict", role: str) -> str | None:
+    return next((split for split in SPLITS[role] if split in splits), None)
+
+
+def _class_names(feature: object) -> list[str] | None:
+    """The names of a ClassLabel, or of the ClassLabels in a list; None for any other feature."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def _named(value: Any, names: list[str] | None) -> Any:
+    if names is None:
+        return value
+    if isinstance(value, list):
+        return [_named(one, names) for one in value]
+    return names[value] if value is not None and value >= 0 else None  # GLUE's test sets have -1 for "no label"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

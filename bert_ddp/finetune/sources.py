@@ -1,0 +1,150 @@
+"""Where the labelled examples come from, and reading them.
+
+A *source* is a file, or `hf:name,config` (a data set of the hub, or a folder that `datasets` reads):
+
+    ner        .conll .txt .bio .iob   one "word label" a line, blank lines between sentences; or .json .jsonl
+    classify   .csv .tsv .json .jsonl  a column of text, or two for pairs, and a column of labels
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from bert_ddp.finetune import files, hub
+from bert_ddp.finetune.examples import Sentence, Text
+from common.errors import UserError
+
+WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
+TEXT_COLUMNS = ("text", "sentence", "sentence1")
+LABEL_COLUMNS = ("label", "labels", "class")
+
+Example = TypeVar("Example", Sentence, Text)
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which data to read, as the flags say."""
+
+    task: str  # ner or classify
+    data: str | None = None  # a folder with files named train, dev and test, or hf:NAME
+    named: Mapping[str, str | None] = field(default_factory=dict)  # role -> the source that a flag of its own names
+    text_columns: Sequence[str] | None = None  # one name, or two for pairs; None finds them
+    label_column: str | None = None  # None finds it
+
+    @property
+    def label_columns(self) -> Sequence[str]:
+        """Names that the column of labels may have; the first that is there counts."""
+        if self.task == "ner":
+            return TAG_COLUMNS
+        return [self.label_column] if self.label_column else LABEL_COLUMNS
+
+
+def find_sources(options: DataOptions) -> dict[str, str]:
+    """The source of each role (train, dev, test): the one that is named, or else one of the folder or data set `data`.
+
+    A role without a source is left out. Raises UserError where `data` is no folder and no data set, RunError where
+    the hub does not answer.
+    """
+    data, found = options.data, {}
+    if data and hub.is_hub(data):
+        found = dict.fromkeys(hub.SPLITS, data)
+        if not options.named.get("test") and not hub.has_split(data, "test"):
+            del found["test"]
+    elif data:
+        if not Path(data).is_dir():
+            raise UserError(
+                f"--data {data}: there is no such folder: give one with train, dev and test files, or hf:NAME"
+            )
+        known = (*files.CONLL, *files.TABLES, *files.JSON_LINES)
+        for role, stems in hub.SPLITS.items():
+            paths = sorted(path for stem in stems for path in Path(data).glob(f"{stem}.*") if path.suffix in known)
+            if paths:
+                found[role] = str(paths[0])
+    return found | {role: source for role, source in options.named.items() if source}
+
+
+def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
+    """Is the test split of --data hf:NAME without labels? A test set that a flag of its own names must have them."""
+    test = sources.get("test")
+    if test is None or options.named.get("test") or not hub.is_hub(test):
+        return False
+    return not hub.has_labels(test, "test", options.label_columns)
+
+
+def read_sentences(source: str, role: str) -> list[Sentence]:
+    """Labelled sentences for `--task ner`. Raises UserError that names file and line where one is wrong."""
+    path = Path(source)
+    if hub.is_hub(source):
+        examples = [_sentence(row, place) for place, row in hub.read_records(source, role)]
+    elif path.suffix in files.JSON_LINES:
+        examples = [_sentence(row, place) for place, row in files.read_records(path)]
+    elif path.suffix in files.TABLES:
+        raise UserError(f"{source}: --task ner reads CoNLL files (.conll, .txt, .bio, .iob), .jsonl, and hf:NAME")
+    else:
+        examples = list(files.read_conll(path))
+    if examples and not any(sentence.words for sentence in examples):
+        raise UserError(f"{source} holds no labelled word ({role}): its sentences are empty: is it the right file?")
+    return _not_empty(examples, source)
+
+
+def read_texts(source: str, role: str, text_columns: Sequence[str] | None, label_column: str | None) -> list[Text]:
+    """Labelled texts for `--task classify`. `text_columns` are one name, or two for pairs; None finds them.
+
+    Raises UserError that names file and line where one is wrong.
+    """
+    texts, columns, label = [], text_columns, label_column
+    for place, row in _records(source, role):
+        columns = columns or _text_columns(row, place)
+        label = label or _column(row, LABEL_COLUMNS, place, "--label-column")
+        for name, flag in [*((name, "--text-column") for name in columns), (label, "--label-column")]:
+            _column(row, (name,), place, flag)
+        if row[label] in (None, ""):
+            raise UserError(f"{place}: the label is missing (column {label})")
+        values = [_as_text(row[name], place, name) for name in columns]
+        texts.append(Text(values[0], values[1] if len(values) > 1 else None, str(row[label]), place))
+    return _not_empty(texts, source)
+
+
+def _records(source: str, role: str) -> Iterator[tuple[str, dict]]:
+    if hub.is_hub(source):
+        return hub.read_records(source, role)
+    if Path(source).suffix not in (*files.TABLES, *files.JSON_LINES):
+        raise UserError(f"{source}: --task classify reads .csv, .tsv, .json and .jsonl, and hf:NAME")
+    return files.read_records(Path(source))
+
+
+def _sentence(row: dict, place: str) -> Sentence:
+    words = row[_column(row, WORD_COLUMNS, place, "tokens")]
+    tags = row[_column(row, TAG_COLUMNS, place, "tags")]
+    if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
+        raise UserError(f"{place}: words and tags are not two lists of one length")
+    checked = [files.checked_tag(str(tag), place) for tag in tags]
+    return Sentence([str(word) for word in words], checked, [place] * len(words))
+
+
+def _text_columns(row: dict, place: str) -> list[str]:
+    first = _column(row, TEXT_COLUMNS, place, "--text-column")
+    return [first, "sentence2"] if first == "sentence1" and "sentence2" in row else [first]
+
+
+def _column(row: dict, names: Sequence[str], place: str, flag: str) -> str:
+    """The first of `names` that the record has. Raises UserError, which names the flag where `flag` is one."""
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        has = ", ".join(map(str, row))
+        fix = f": name it with {flag}" if flag.startswith("--") else ""
+        raise UserError(f"{place}: there is no column {' or '.join(names)} among {has}{fix}")
+    return found
+
+
+def _as_text(value: object, place: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: column {column} is {value!r}, which is no text")
+    return value
+
+
+def _not_empty(examples: list[Example], source: str) -> list[Example]:
+    if not examples:
+        raise UserError(f"{source} holds no examples: is it the right file?")
+    return examples

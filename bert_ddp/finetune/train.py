@@ -1,0 +1,201 @@
+"""Fine-tuning and evaluation of a tagger or classifier; mnist_ddp/train.py is the same with less around it.
+
+Every worker of every node runs `train`. Two things differ from MNIST: the ranks' parts of a global batch are balanced
+by tokens (token_batches.py), and the loss of tagging is a mean over labelled words, which are counted in advance.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from bert_ddp.finetune import best, data, scores
+from bert_ddp.finetune.encoding import LabelledRows
+from bert_ddp.finetune.passes import choose_passes
+from bert_ddp.finetune.rows import IGNORE, as_is, of_labelled
+from bert_ddp.finetune.scores import Scores
+from bert_ddp.finetune.sources import DataOptions
+from bert_ddp.finetune.token_batches import PASS_TOKENS, SortedShard, TokenBalancedSampler
+from bert_ddp.model import pretrained
+from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
+from common.join.process_group import Group, process_group
+from common.launch import cli
+from common.launch.layout import Worker
+from common.record import checkpoint
+from common.record.folder import open_folder
+from common.record.report import Report
+from common.record.resume import resume
+from common.uneven import ddp
+from common.uneven.batching import plan_batches
+from common.uneven.ddp import reduce_gradients_if
+from common.uneven.precision import Precision
+from common.uneven.seeding import derive_seed
+from common.uneven.sums import Sums
+from common.uneven.timer import StepTimer
+
+
+def train(worker: Worker, args: Namespace) -> None:
+    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    with process_group(worker, cli.join_options(args)) as group:
+        device, precision = group.device, Precision(args.precision, group.device)
+        options, timer = cli.run_options(args, f"bert-{args.task}"), StepTimer(device)
+
+        # Data. One item of the loader is this rank's part of one optimizer step, balanced by tokens, perhaps empty.
+        with group.first_on_node("the model and the data"):
+            source = pretrained.locate(args.model)
+            config = pretrained.open_config(source)
+            tokenizer = pretrained.open_tokenizer(source, config)
+            length = pretrained.row_length(args.max_length, config, args.model, default=128)
+            named = {"train": args.train, "dev": args.dev, "test": args.test}
+            wanted = DataOptions(args.task, args.data, named, args.text_column, args.label_column)
+            found = data.load(wanted, tokenizer, length)
+        group.agree(**{"data, labels and vocabulary, fingerprint": found.fingerprint})
+        rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
+        plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
+        most_rows, pass_tokens = args.micro_batch, PASS_TOKENS[device.type]
+        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, most_rows, pass_tokens)
+        train_loader = DataLoader(rows, batch_sampler=sampler, collate_fn=as_is)
+
+        # Model. The seed gives every layout the same new head; the encoder comes from --model.
+        torch.manual_seed(derive_seed(args.seed, "weights"))
+        pretrained.prepare(config, found.names, args.dropout)
+        with group.first_on_node("the weights"):
+            net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
+        group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
+        cut = choose_passes(net, rows, device.type, args.micro_batch, args.compile)
+        net.to(device, precision.dtype).train()  # transformers loads models for evaluation
+        optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
+        schedule_steps = plan.steps_per_epoch * args.epochs
+        schedule = warm_up_then_decay(round(args.warmup * schedule_steps), schedule_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+
+        # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
+        identity = {"data": found.fingerprint, "task": args.task}
+        recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
+        folder = open_folder(group, options)
+        step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: the batch of no rows here
+        compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
+        model = ddp.wrap(compiled, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum())
+        report = Report(group, plan, timer, options)
+        for note in found.notes:
+            report.line(note)
+        if args.eval_only:
+            for role, held_out in found.held_out.items():
+                report.line(f"the {role} set:")
+                report.evaluation(step, **evaluate(net, held_out, args.eval_batch, group, precision).numbers)
+            return
+        measure = scores.MEASURE[args.task]
+        best_score = best.score_so_far(group, folder, measure, step)
+
+        def save(into: str, keep: int, **numbers: float) -> None:
+            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+                if worker.is_main:
+                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}
+                    write_extra = pretrained.files_of(net, tokenizer)
+                    training = parts if into == "checkpoints" else {}
+                    checkpoint.save(folder / into, step, net, state, keep, write_extra, **training)
+
+        total_steps = min(schedule_steps, args.max_steps or schedule_steps)
+        report.open_together(folder, step, total_steps, task=f"{args.task} from {source}", data=found.facts)
+        while step < total_steps:
+            epoch, first_step = divmod(step, plan.steps_per_epoch)
+            sampler.set_epoch(epoch, skip_steps=first_step)
+            counts = plan.sums_in_steps(rows.counts, sampler.order())  # labelled words or rows, over all ranks
+            for part in timer.steps(train_loader):
+                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                count = counts[step % plan.steps_per_epoch]
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
+                for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
+                    micro = micro.to(device)
+                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
+                        with precision.autocast():
+                            logits = model(**micro.inputs()).logits
+                            micro_loss = loss_of(logits, micro.labels)
+                        precision.backward(micro_loss / count)  # the all-reduce sums over the ranks
+                    loss_sum += micro_loss.detach()
+                lr = scheduler.get_last_lr()[0]
+                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                report.note(step, loss_sum, float(lr), grad_norm, count)
+
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
+                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                if saves or report.is_due:
+                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                        precision.require_finite(done.step, done.loss, done.grad_norm)
+                if epoch_ends:
+                    with report.pause():
+                        numbers = evaluate(net, found.held_out["dev"], args.eval_batch, group, precision).numbers
+                    report.evaluation(step, **numbers)
+                    if numbers[measure] > best_score:  # saved first: a run killed before the next save evaluates again
+                        best_score = numbers[measure]
+                        save("best", 1, **{measure: best_score})
+                if saves:
+                    save("checkpoints", args.keep)
+                if step == total_steps:
+                    break
+
+        # The best weights, once more on every held-out set, with a table of each class.
+        with report.pause():
+            best_step = best.load(group, folder, net) or step
+            final = {
+                role: evaluate(net, held_out, args.eval_batch, group, precision)
+                for role, held_out in found.held_out.items()
+            }
+            if worker.is_main:
+                scores.write_report(folder, final, best_step)
+        shown = scores.role_to_show(final)
+        report.line(f"the weights of step {best_step}, on the {shown} set:\n{final[shown].text}")
+        numbers = {f"{role}_{name}": value for role, one in final.items() for name, value in one.numbers.items()}
+        report.summary(step, best_step=best_step, **numbers)
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy summed over the labelled tokens (B, S) or over the rows (B,); zero where there are none."""
+    return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(
+    net: PreTrainedModel, held_out: LabelledRows, eval_batch: int, group: Group, precision: Precision
+) -> Scores:
+    """Scores of a held-out set: each row on one rank, and rank 0 scores the whole sentences.
+
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
+    meet only at its end. Every rank must call this, and gets the same numbers.
+    """
+    net.eval()
+    worker, device = group.worker, group.device
+    sums = Sums("loss", "count", device=device)
+    predicted: dict[int, list[int]] = {}  # row -> the labels of its words, or its class
+    for indices in SortedShard(held_out.rows.lengths, worker.rank, worker.world_size, eval_batch):
+        for batch, _ in held_out.rows.part(indices).passes(None, PASS_TOKENS[device.type]):
+            batch = batch.to(device)
+            with precision.autocast():
+                logits = net(**batch.inputs()).logits
+            sums.add(loss_of(logits.to(precision.dtype), batch.labels), (batch.labels != IGNORE).sum())
+            answers, labels = logits.argmax(dim=-1).tolist(), batch.labels.tolist()
+            for row, answer, label in zip(batch.rows.tolist(), answers, labels, strict=True):
+                predicted[row] = of_labelled(answer, label)
+    net.train()
+    total = sums.reduce()
+    gathered: list[Any] | None = [None] * worker.world_size if worker.is_main else None
+    dist.gather_object(predicted, gathered)
+    result: list[Any] = [None]
+    if gathered:
+        everything = {row: labels for some in gathered for row, labels in some.items()}
+        names: Any = net.config.id2label  # number -> name
+        found = held_out.answers(everything, names)
+        score = scores.score_entities if held_out.rows.per_token else scores.score_classes
+        result = [score(held_out.gold, found)]
+        result[0].numbers.update(loss=total["loss"] / total["count"], count=len(held_out.gold))
+    dist.broadcast_object_list(result)
+    return result[0]

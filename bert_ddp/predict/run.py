@@ -1,0 +1,49 @@
+"""Prediction: every rank takes chunks of lines from a common counter and answers them; rank 0 joins the answers."""
+
+import hashlib
+from argparse import Namespace
+from typing import Any
+
+import torch.distributed as dist
+
+from bert_ddp.model import pretrained
+from bert_ddp.predict.answers import Answerer
+from bert_ddp.predict.lines import open_lines
+from bert_ddp.predict.parts import Parts
+from common.console import say
+from common.join.process_group import process_group
+from common.launch import cli
+from common.launch.layout import Worker
+from common.uneven.precision import Precision
+
+
+def predict(worker: Worker, args: Namespace) -> None:
+    """One process's whole life: join, load, answer chunk by chunk, join the answers. Every rank runs it."""
+    with process_group(worker, cli.join_options(args)) as group:
+        device, precision = group.device, Precision(args.precision, group.device)
+        with group.first_on_node("the model and the lines"):
+            source = pretrained.locate(args.model)
+            config = pretrained.open_config(source, args.task)
+            tokenizer = pretrained.open_tokenizer(source, config)
+            length = pretrained.row_length(args.max_length, config, args.model)
+            net: Any = pretrained.open_model(source, args.task, config)  # mypy cannot read the types of its `to`
+            lines = open_lines(args.input, args.chunk)
+        net.to(device)
+        weights = pretrained.fingerprint(net)
+        group.agree(**{"--input, fingerprint": lines.fingerprint, "--model, fingerprint": weights})
+
+        # The name of the parts' folder: parts of other lines, other weights or another task are never taken for ours.
+        what = f"{lines.fingerprint} {weights} {args.task} {length} {args.top_k} {args.precision} {args.chunk}"
+        job = hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
+        folder = (args.shared_dir or args.output.parent) / f"{args.output.name}.parts-{job}"
+        parts = Parts(group, folder, lines.chunks)
+        if worker.is_main:
+            ranks = f"{worker.world_size} ranks"
+            say(f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {source}, {ranks}", rank=0)
+        answerer = Answerer(args.task, net, tokenizer, precision, args.batch, length, args.top_k)
+        kept = parts.compute(lines, answerer.answer)
+        sent = parts.join(args.output)
+        if worker.is_main:
+            how = f"{lines.chunks - kept:,} chunks computed, {kept:,} kept, {sent:,} sent over the network"
+            say(f"done     {args.output}: {lines.lines:,} answers; {how}", rank=0)
+        dist.barrier()

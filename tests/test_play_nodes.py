@@ -1,0 +1,88 @@
+"""play_nodes.py: all nodes of a layout behind one command, each line whole and with its node's number."""
+
+import importlib
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.harness import ROOT, run, start
+
+PLAY = ROOT / "launch_scripts" / "play_nodes.py"
+LAYOUT = ("-n", 2, "-g", "2,1", "--device", "cpu")
+
+
+@pytest.mark.parametrize("program", [("-m", "common.hello"), (ROOT / "common" / "hello" / "__main__.py",)])
+def test_it_plays_a_module_or_a_script_from_any_folder(program, tmp_path):
+    result = run("python", PLAY, *program, *LAYOUT, cwd=tmp_path)
+    assert result.code == 0, result.output
+    said = [line.split()[-1] for line in result.output.splitlines() if "hello from" in line]
+    assert sorted(said) == ["0/3", "1/3", "2/3"]
+    assert all(re.match(r"node [01] \| ", line) for line in result.output.splitlines()), result.output
+
+
+def test_it_plays_the_doctor_whose_tables_come_out_whole(tmp_path):
+    result = run("python", PLAY, "-m", "common.doctor", *LAYOUT, cwd=tmp_path)
+    assert result.code == 0, result.output
+    lines = result.output.splitlines()
+    assert all(re.match(r"node [01] \| ", line) for line in lines), result.output
+    by_node = {node: "\n".join(line[9:] for line in lines if line.startswith(f"node {node}")) for node in (0, 1)}
+    assert "doctor: 3 processes on 2 nodes (2,1), from -n 2 -g 2,1 -i 0, gloo" in by_node[0]
+    assert re.search(r"^node 0 \(.*\) -> node 1 \(.*\) +[\d.]+ ms +[\d.]+ [MG]bit/s +-?[\d.]+ ms$", by_node[0], re.M)
+    assert re.search(r"^64 MB +[\d.]+ ms +[\d.]+ GB/s$", by_node[0], re.M)
+    assert "the tables are on node 0" in by_node[1]
+    assert all("fit to train" in text.splitlines()[-1] for text in by_node.values()), result.output
+
+
+def test_a_failure_of_the_nodes_is_the_commands(tmp_path):
+    result = run("python", PLAY, "-m", "common.hello", *LAYOUT, "--interface", "eth77", cwd=tmp_path)
+    assert result.code == 2, result.output
+    assert "--interface is eth77" in result.output
+
+
+@pytest.mark.parametrize("command", ["", "-m", "-m common.hello", "common.hello -g 1", "-m common.hello -g"])
+def test_a_command_without_program_or_layout_gets_the_usage(command):
+    result = run("python", PLAY, *command.split())
+    assert result.code == 2
+    assert "play_nodes.py -m common.doctor" in result.output
+
+
+WAITS = """
+import sys, time
+print("started", end="", flush=True)
+time.sleep(0 if "-i 1" in " ".join(sys.argv) and "fails" in sys.argv else 60)
+sys.exit(3)
+"""
+
+
+def test_one_that_is_killed_ends_all_nodes(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    command = start("python", PLAY, script, "-g", "1,1")
+    process, deadline = psutil.Process(command.process.pid), time.monotonic() + 30
+    while len(nodes := process.children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)  # both have printed
+    command.process.send_signal(signal.SIGTERM)
+    result = command.result(timeout=30)
+    assert result.code == 130, result.output
+    assert sorted(result.output.splitlines()) == ["node 0 | started", "node 1 | started"]
+    assert not any(node.is_running() for node in nodes)
+
+
+def test_a_node_that_fails_ends_the_others(tmp_path, monkeypatch):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    monkeypatch.syspath_prepend(str(PLAY.parent))
+    play_nodes = importlib.import_module("play_nodes")
+    monkeypatch.setattr(play_nodes, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(sys, "argv", [str(PLAY), str(script), "-g", "1,1", "fails"])
+    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
+    try:
+        assert play_nodes.main() == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - began < 15
