@@ -2,13 +2,13 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from bert_ddp.model import speed
 from bert_ddp.pretrain import model as bert
 from tests.harness import BERT, nodes_of, play, playing, run, weights
 
@@ -16,10 +16,23 @@ CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "
 META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
 
 
-def flags(tmp_path, **changes):
+def options(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 90}))
-    values = {"objective": "mlm", "init_from": None, "dropout": 0.0, "config_file": tmp_path / "config.json"}
-    return SimpleNamespace(**{**values, "preset": "tiny", "checkpoint_activations": False, **changes})
+    values = {"objective": "mlm", "dropout": 0.0, "config_file": tmp_path / "config.json"}
+    return bert.ModelOptions(**{**values, "preset": "tiny", "checkpoint_activations": False, **changes})
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "tuned"])
+def build(request):
+    """Builds a model, as it is or tuned for CPUs."""
+
+    def build(options):
+        net = bert.build(options, META)
+        if request.param:
+            speed.tune(net, torch.device("cpu"))
+        return net
+
+    return build
 
 
 def inputs(rows):
@@ -30,8 +43,8 @@ def inputs(rows):
 
 @pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_logits_at_masked_positions_are_those_of_transformers(objective, padded, tmp_path):
-    net = bert.build(flags(tmp_path, objective=objective), META).double()
+def test_logits_at_masked_positions_are_those_of_transformers(objective, padded, build, tmp_path):
+    net = build(options(tmp_path, objective=objective)).double()
     given = inputs(4)
     if padded:
         given["attention_mask"] = torch.arange(16) < torch.tensor([16, 9, 12, 16])[:, None]
@@ -48,24 +61,24 @@ def test_logits_at_masked_positions_are_those_of_transformers(objective, padded,
 
 
 @pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
-def test_zero_rows_give_zero_gradients_to_every_weight(objective, tmp_path):
-    net = bert.build(flags(tmp_path, objective=objective), META)
+def test_zero_rows_give_zero_gradients_to_every_weight(objective, build, tmp_path):
+    net = build(options(tmp_path, objective=objective))
     bert.sum_of(net(**inputs(0))).backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
 
 
-def test_checkpointed_activations_give_the_same_gradients(tmp_path):
+def test_checkpointed_activations_give_the_same_gradients(build, tmp_path):
     given, found = inputs(4), []
     for again in (False, True):
         torch.manual_seed(0)
-        net = bert.build(flags(tmp_path, checkpoint_activations=again, dropout=0.1), META)
+        net = build(options(tmp_path, checkpoint_activations=again, dropout=0.1))
         bert.sum_of(net(**given)).backward()
         found.append(net.bert.embeddings.word_embeddings.weight.grad)
     assert torch.allclose(*found, atol=1e-6)
 
 
-def test_weight_tying_survives(tmp_path):
-    net = bert.build(flags(tmp_path), META)
+def test_weight_tying_survives(build, tmp_path):
+    net = build(options(tmp_path))
     assert net.cls.predictions.decoder.weight is net.bert.embeddings.word_embeddings.weight
 
 

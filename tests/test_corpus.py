@@ -6,17 +6,17 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser
-from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
-from bert_ddp.pretrain import rows
-from bert_ddp.text import corpus, sources, vocabulary
+from bert_ddp.pretrain import prepare, rows
+from bert_ddp.text import corpus, pairs, sources, tokens, vocabulary
+from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import UserError
 from common.uneven.batching import plan_batches
-from tests.harness import BERT, load_trainer, losses, play, run
+from tests.harness import BERT, losses, play, run
 
 SMALL = {
     "num_hidden_layers": 1,
@@ -41,10 +41,9 @@ def folder(tmp_path_factory):
 
 def load(folder, *flags):
     parser = ArgumentParser()
-    corpus.add_corpus_flags(parser)
+    add_corpus_flags(parser)
     default = ("--corpus", folder / "text.txt", "--cache-dir", folder / "cache")
-    args = parser.parse_args([str(flag) for flag in (*default, *flags)])
-    return corpus.load(args, lambda line: None)
+    return corpus.load(corpus_options(parser.parse_args([str(flag) for flag in (*default, *flags)])))
 
 
 def table(part):
@@ -104,7 +103,7 @@ def numbered_pairs(length=64):
     ends = np.cumsum([0, *random.integers(20, 300, 400)])
     documents = (np.arange(*span, dtype=np.int32) for span in itertools.pairwise(ends))
     special = {"cls": -1, "sep": -2, "pad": -3, "mask": -4}
-    pieces = list(corpus._pairs(documents, length, special))
+    pieces = list(pairs.pairs(documents, length, special))
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}, ends[-1]
 
 
@@ -172,8 +171,8 @@ def test_a_corpus_that_breaks_half_way_leaves_the_cache_whole(folder, tmp_path):
 
 def test_what_is_tokenised_at_once_is_bounded_in_characters():
     long = "x" * sources.LONGEST_DOCUMENT
-    sizes = [sum(map(len, together)) for together in corpus._batches(iter([long] * 10 + ["short"] * 1000))]
-    assert max(sizes) <= corpus.TOGETHER_CHARACTERS + sources.LONGEST_DOCUMENT
+    sizes = [sum(map(len, together)) for together in tokens.batches(iter([long] * 10 + ["short"] * 1000))]
+    assert max(sizes) <= tokens.TOGETHER_CHARACTERS + sources.LONGEST_DOCUMENT
     assert sum(sizes) == 10 * len(long) + 5000
 
 
@@ -237,7 +236,7 @@ def test_the_count_of_every_step_is_known_without_looking_at_masks(folder):
         int((train.__getitems__(order[start : start + 50].tolist()).labels >= 0).sum())
         for start in range(0, len(train), 50)
     ]
-    assert train.masked_in_steps(plan, order) == counted
+    assert plan.sums_in_steps(train.counts, order) == counted
 
 
 def test_whole_words_are_masked_together(folder):
@@ -326,8 +325,7 @@ def test_shards_made_by_hand_train_and_padding_counts_for_nothing(folder, shards
 
 
 def write_shards(text, out):
-    args = SimpleNamespace(hdf5_dir=out, rows_per_shard=100, mask_probability=0.15, whole_words=False, seed=0)
-    load_trainer(BERT.with_name("prepare-corpus.py")).write_shards(text, args)
+    prepare.write_shards(text, prepare.ShardOptions(out, 100, 0.15, whole_words=False, seed=0))
 
 
 def test_shards_of_two_runs_never_mix(folder, shards):
@@ -381,7 +379,7 @@ def test_bad_input_is_one_line_that_names_file_and_line(folder, tmp_path):
         ("--corpus", tmp_path / "empty.txt"): r"empty.txt is empty",
         ("--corpus", tmp_path / "nowhere"): r"nowhere names no file",
         ("--vocab", tmp_path / "vocab.txt"): r"vocab.txt has no \[MASK\] on any of its 5 lines",
-        ("--vocab", tmp_path / "twice.txt"): r"twice.txt, line 7: 'the' stands on line 6",
+        ("--vocab", tmp_path / "twice.txt"): r"twice.txt, line 7: 'the' is on line 6",
         ("--corpus", tmp_path / "broken.hdf5", "--vocab", tmp_path / "vocab.txt"): r"broken.hdf5|no \[MASK\]",
         ("--corpus", tmp_path / "lacking.hdf5"): r"give the --vocab",
         ("--masking", "stored"): r"--masking stored takes its masks from HDF5",
@@ -398,7 +396,7 @@ def test_a_row_that_does_not_follow_the_layout_is_named(folder, shards, tmp_path
         for name in good:
             bad[name] = good[name][:]
         bad["input_ids"][7, 3] = 10_000
-    with pytest.raises(UserError, match=r"bad.hdf5, row 7: a number in input_ids is not of a vocabulary"):
+    with pytest.raises(UserError, match=r"bad.hdf5, row 7: a number in input_ids is not in a vocabulary"):
         load(folder, "--corpus", tmp_path / "bad.hdf5", "--vocab", shards / "vocab.txt")
 
 
@@ -411,14 +409,8 @@ def test_a_model_that_does_not_fit_the_corpus_is_refused(tmp_path):
     (tmp_path / "text.json").write_text("{")
 
     def build(name, **changes):
-        flags = {
-            "objective": "mlm",
-            "init_from": None,
-            "dropout": None,
-            "preset": "tiny",
-            "checkpoint_activations": False,
-        }
-        return model.build(SimpleNamespace(**{**flags, "config_file": tmp_path / name}), {**meta, **changes})
+        options = model.ModelOptions("mlm", "tiny", tmp_path / name, dropout=None, checkpoint_activations=False)
+        return model.build(options, {**meta, **changes})
 
     for name, changes, message in (
         ("config.json", {}, r"--sequence-length is 64, but .*config.json has 32 positions"),

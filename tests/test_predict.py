@@ -160,4 +160,4 @@ def test_a_checkpoint_of_another_architecture_is_named(text, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     (result,) = playing(PREDICT, nodes((1,), tmp_path, tmp_path / "other", text, "embed"), tmp_path).results()
-    assert result.code == 2 and "is of the architecture gpt2: a BERT is needed" in result.output
+    assert result.code == 2 and "has the architecture gpt2: a BERT is needed" in result.output

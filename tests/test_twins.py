@@ -4,48 +4,58 @@ import difflib
 
 from tests.harness import BERT, MNIST
 
+TRAINERS = (MNIST.parent / "train.py", BERT.parent / "pretrain" / "train.py")
 SAME = """
-    start.main(flags(), cli.check_training)
-    with process_group(worker, args) as group:
+def train(worker: Worker, args: Namespace) -> None:
+    with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
-        plan = plan_batches(len(train_set), cli.global_batch(args, worker), worker.world_size, args.shares)
+        global_batch = cli.global_batch(args, worker.world_size)
+        plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         torch.manual_seed(derive_seed(args.seed, "weights"))
-        recipe = {"global_batch": plan.global_batch, **cli.values(args, "seed", "epochs", "lr", "weight_decay")}
-        model = ddp.wrap(net, device, args.compile)
-        progress = report.Report(group, args, plan, model.timer)
-            with progress.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+        step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        report = Report(group, plan, timer, options)
+            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+        report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            for part in model.timer.steps(train_loader):
+            for part in timer.steps(train_loader):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
-                    with reduce_gradients_if(is_last, model):  # one all-reduce a step, in the last backward
+                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
                         with precision.autocast():
                 grad_norm = precision.step(model, optimizer, args.clip_norm)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-        progress.summary(step)
+                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                        precision.require_finite(done.step, done.loss, done.grad_norm)
+        report.summary(step)
 """
 
 
 def body(path):
-    """A trainer from its guard on, without blank lines: flags and the docstring may differ freely."""
-    text = path.read_text().split('\nif __name__ == "__main__":')[1]
-    return [line for line in text.splitlines() if line.strip()]
+    """A trainer without blank lines."""
+    return [line for line in path.read_text().splitlines() if line.strip()]
 
 
 def test_the_steps_that_make_training_exact_are_the_same_lines():
-    for path in (MNIST, BERT):
+    for path in TRAINERS:
         lines = body(path)
         places = [lines.index(line) for line in SAME.strip("\n").splitlines()]
         assert places == sorted(places), path
 
 
+def test_the_entries_end_in_the_same_call():
+    for entry, module in ((MNIST, "mnist_ddp.train"), (BERT, "bert_ddp.pretrain.train")):
+        *_, guard, call = body(entry)
+        assert guard == 'if __name__ == "__main__":'
+        assert call == f'    start.main(flags(), "{module}:train", cli.check_training)'
+
+
 def test_two_of_three_lines_of_the_mnist_trainer_stand_in_the_bert_trainer():
-    mnist, bert = body(MNIST), body(BERT)
+    mnist, bert = (body(path) for path in TRAINERS)
     blocks = difflib.SequenceMatcher(a=mnist, b=bert, autojunk=False).get_matching_blocks()
     shared = sum(block.size for block in blocks)
     assert shared / len(mnist) > 2 / 3, f"only {shared} of {len(mnist)} lines are shared"

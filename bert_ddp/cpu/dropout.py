@@ -1,8 +1,8 @@
-"""Dropout that costs little on a CPU. On GPUs and in compiled models it is torch's own.
+"""Dropout that is faster on a CPU. On GPUs and in compiled models it is torch's own.
 
-On a CPU torch draws one number at a time for each element, which takes a tenth of a training step of a small BERT.
-Here one draw of 64 bits decides on four elements, so a probability is rounded to a multiple of 1 / 65,536: 0.1 means
-0.10001. Attention with dropout is the same formula that torch falls back to on a CPU.
+On a CPU torch draws one number for each element, which takes a tenth of a training step of a small BERT. Here one draw
+of 64 bits decides on four elements, so a probability is rounded to a multiple of 1 / 65,536: 0.1 means 0.10001.
+Attention with dropout is the formula that torch uses on a CPU too.
 """
 
 import torch
@@ -11,13 +11,13 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-NAME = "sdpa_with_cheap_dropout"  # of `attention` below among transformers' attention functions
+NAME = "sdpa_with_cheap_dropout"  # under which transformers knows `attention` below
 LEVELS = 2**16  # of the 16 bits that decide on one element
 
 
 def drop(states: torch.Tensor, probability: float) -> torch.Tensor:
-    """`states` of any shape, each element zeroed with this probability and else scaled so that the mean stays."""
-    zeroed = round(probability * LEVELS)  # of the levels
+    """`states` of any shape, each element zeroed with this probability or scaled so that the mean stays the same."""
+    zeroed = round(probability * LEVELS)  # so many of the levels
     if states.device.type != "cpu" or zeroed in (0, LEVELS) or torch.compiler.is_compiling():
         return dropout(states, probability)
     draws = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -27,12 +27,14 @@ def drop(states: torch.Tensor, probability: float) -> torch.Tensor:
 
 
 class Dropout(nn.Dropout):
+    """torch.nn.Dropout that uses `drop`."""
+
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return drop(states, self.p) if self.training else states
 
 
 def replace_dropout(net: nn.Module) -> None:
-    """Put `Dropout` in the place of every torch.nn.Dropout of a model."""
+    """Replace every torch.nn.Dropout of a model by `Dropout`."""
     for module in net.modules():
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
@@ -40,7 +42,7 @@ def replace_dropout(net: nn.Module) -> None:
 
 
 def use_own_attention(net: PreTrainedModel) -> None:
-    """Let a model of transformers compute `attention` below; it is saved and loaded as any other."""
+    """Let a model of transformers compute `attention` below. Its config is saved as if nothing had changed."""
     AttentionInterface.register(NAME, _as_transformers_calls_it)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
     net.set_attn_implementation(NAME)
@@ -63,7 +65,7 @@ def attention(
 ) -> torch.Tensor:
     """softmax(query key^T / sqrt(D)) value, with dropout on the softmax; (B, heads, P, D).
 
-    query (B, heads, P, D); key and value (B, heads, L, D); mask (B, 1, 1 or P, L), False where nothing is to be seen.
+    query (B, heads, P, D); key and value (B, heads, L, D); mask (B, 1, 1 or P, L), False for a key to leave out.
     """
     if not probability or query.device.type != "cpu" or torch.compiler.is_compiling():
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=probability)

@@ -1,9 +1,13 @@
-"""Open a BERT that is there already: a folder of `transformers`, a run of ours, or a hub name; checked, or one line."""
+"""Open an existing BERT: a folder that transformers has saved, a run of ours, or a hub name.
+
+What does not fit ends in one line that names the flag.
+"""
 
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -12,7 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from common.errors import RunError, UserError
 
-# what each task's model is called in a config's `architectures`
+Model = TypeVar("Model", bound=PreTrainedModel)
+# the name of each task's model in a config's `architectures`
 ARCHITECTURES = {
     "ner": ("BertForTokenClassification",),
     "classify": ("BertForSequenceClassification",),
@@ -25,14 +30,17 @@ CLASSES = {
     "fill-mask": transformers.BertForMaskedLM,
     "embed": transformers.BertModel,
 }
-NEW_HEADS = ("classifier.", "bert.pooler.")  # what fine-tuning may begin without
+NEW_HEADS = ("classifier.", "bert.pooler.")  # weights that fine-tuning may lack at its start
 
-transformers.logging.set_verbosity_error()  # its reports on missing weights: `open_model` checks and says it shorter
+transformers.logging.set_verbosity_error()  # `load_weights` reports missing weights in one line
 transformers.logging.disable_progress_bar()
 
 
 def locate(name: str, flag: str = "--model") -> str:
-    """The folder or hub name to load from: of a run's --out-dir its best weights, or else its latest."""
+    """The folder or hub name to load from. In a run's --out-dir these are its best weights, or else its latest.
+
+    Raises UserError where a folder holds no model.
+    """
     path = Path(name)
     for inside in (".", "best/latest", "checkpoints/latest"):
         if (path / inside / "config.json").is_file():
@@ -47,11 +55,11 @@ def locate(name: str, flag: str = "--model") -> str:
 
 
 def open_config(name: str, task: str | None = None, flag: str = "--model") -> PretrainedConfig:
-    """The checked config. With `task` the model must have been fine-tuned for that (predicting)."""
+    """The model's config. Raises UserError unless it is a BERT, with `task` one that was fine-tuned for that task."""
     with one_line(name, flag):
         config = AutoConfig.from_pretrained(name)
     if config.model_type != "bert":
-        raise UserError(f"{flag} {name} is of the architecture {config.model_type}: a BERT is needed (model_type bert)")
+        raise UserError(f"{flag} {name} has the architecture {config.model_type}: a BERT is needed (model_type bert)")
     allowed = ARCHITECTURES[task] if task else ()
     found = config.architectures or ["no architecture"]
     if allowed and not set(allowed) & set(found):
@@ -63,7 +71,7 @@ def open_config(name: str, task: str | None = None, flag: str = "--model") -> Pr
 
 
 def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer. Raises UserError where it has words that the model has not, or special ones lack."""
+    """The model's own tokenizer. Raises UserError where it has words that the model lacks, or lacks special words."""
     with one_line(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if len(tokenizer) > config.vocab_size:
@@ -75,7 +83,7 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
     for token in ("cls", "sep", "pad", "unk", "mask"):
         if getattr(tokenizer, f"{token}_token_id") is None:
             raise UserError(f"--model {name}: its vocabulary has no [{token.upper()}]")
-    # saved with the checkpoint, so that a pipeline cuts what the position table has no place for
+    # saved with the checkpoint, so that a pipeline cuts texts that are too long for the position table
     tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     return tokenizer
 
@@ -93,23 +101,27 @@ def row_length(wanted: int | None, config: PretrainedConfig, name: str, default:
 
 
 def open_model(name: str, task: str, config: PretrainedConfig, new_heads: bool = False) -> PreTrainedModel:
-    """The model of `task` with its weights in float32; with `new_heads` a missing head is drawn by torch's seed."""
-    unpooled = {"add_pooling_layer": False} if task == "embed" else {}
+    """The model of `task` with its weights in float32; with `new_heads` a missing head is drawn from torch's seed."""
+    unpooled: dict[str, Any] = {"add_pooling_layer": False} if task == "embed" else {}
     return load_weights(CLASSES[task], name, config, NEW_HEADS if new_heads else (), **unpooled)
 
 
 def load_weights(
-    kind: type[PreTrainedModel],
+    kind: type[Model],
     name: str,
     config: PretrainedConfig,
     may_lack: tuple[str, ...],
     flag: str = "--model",
-    **options: object,
-) -> PreTrainedModel:
-    """A model with the weights at `name` in float32. Those whose names begin as one of `may_lack` may be missing or of
-    another size, and are then drawn by torch's seed. Raises UserError where others are."""
+    **options: Any,
+) -> Model:
+    """A model with the weights at `name` in float32.
+
+    Weights whose names begin with one of `may_lack` may be missing or have another size, and are then drawn from
+    torch's seed. Raises UserError where other weights are missing or have another size.
+    """
+    loader: Any = kind  # from_pretrained returns two values with output_loading_info, which its types do not say
     with one_line(name, flag):
-        model, info = kind.from_pretrained(
+        model, info = loader.from_pretrained(
             name,
             config=config,
             dtype=torch.float32,
@@ -136,7 +148,7 @@ def fingerprint(net: torch.nn.Module) -> str:
 
 
 def prepare(config: PretrainedConfig, names: Sequence[str], dropout: float | None) -> None:
-    """Give `config` the names of the labels, and one dropout everywhere where `dropout` is given."""
+    """Write the names of the labels into `config`, and `dropout`, where it is given, for every dropout."""
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     if dropout is not None:
@@ -144,7 +156,7 @@ def prepare(config: PretrainedConfig, names: Sequence[str], dropout: float | Non
 
 
 def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    """Writes what makes a checkpoint's folder one that `from_pretrained` and `pipeline` read: config and tokenizer."""
+    """A function that writes config and tokenizer into a checkpoint, for `from_pretrained` and `pipeline`."""
 
     def write(path: Path) -> None:
         model.config.architectures = [architecture_of(type(model))]
@@ -155,17 +167,17 @@ def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Call
 
 
 def architecture_of(kind: type[PreTrainedModel]) -> str:
-    """What a model's config says it is, so that from_pretrained and pipeline() find it: `transformers`' own class."""
+    """The name of the class of `transformers` that `kind` extends, for a config's `architectures`."""
     return next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
 @contextlib.contextmanager
 def one_line(name: str, flag: str = "--model") -> Iterator[None]:
-    """What transformers says in paragraphs, in one line."""
+    """Turn the errors of transformers, which fill paragraphs, into one line that names the flag."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if Path(name).exists():
             raise UserError(f"{flag} {name} cannot be loaded: {reason}") from None
-        raise RunError(f"{flag} {name} is no folder here, and the hub does not give it: {reason}") from None
+        raise RunError(f"{flag} {name} is no folder here, and could not be loaded from the hub: {reason}") from None

@@ -1,6 +1,6 @@
-"""`transformers`' BERT for pretraining: its weights and names, computed where a loss needs them and nowhere else.
+"""The BERT of `transformers` for pretraining, with the same weights and names, computed only where a loss needs it.
 
-Of a row of L tokens about 15 % are masked, and only these have a loss. So the vocabulary projection, which is the
+About 15 % of a row's L tokens are masked, and only these have a loss. So the vocabulary projection, which is the
 larger part of a small BERT, and the last layer run at the masked positions only. Keys and values of the last layer
 come from all positions, so the numbers are the same as when everything is computed.
 
@@ -9,15 +9,16 @@ Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words
 
 import hashlib
 import json
-from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from bert_ddp.cpu.dropout import attention, replace_dropout
-from bert_ddp.cpu.linear import replace_linear
 from bert_ddp.model import pretrained
 from common.errors import UserError
 
@@ -29,15 +30,27 @@ PRESETS = {
     "base": (12, 768, 12),
     "large": (24, 1024, 16),
 }
-
-
 NEW_HEADS = ("cls.", "bert.pooler.")  # what --init-from may lack
 
 
-class MaskedPositions:
-    """The forward pass of pretraining, over a BERT whose weights `transformers` names and loads."""
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to build, as typed; None for a flag that was left out."""
 
-    checkpoint_activations = False
+    objective: str  # mlm or mlm+nsp
+    preset: str  # a name in PRESETS
+    config_file: Path | None  # instead of the preset
+    dropout: float | None  # instead of the config's
+    checkpoint_activations: bool
+
+
+class MaskedPositions(nn.Module):
+    """The forward pass of pretraining, for a BERT whose weights `transformers` names and loads."""
+
+    config: Any
+    bert: Any
+    cls: Any
+    checkpoint_activations: bool = False
 
     def forward(
         self,
@@ -48,8 +61,8 @@ class MaskedPositions:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logits of the masked words (B * P, V), logits of the next sentence (B, 2) or None without that head)."""
         if len(input_ids) == 0:
-            # Not every attention kernel takes zero rows. One row stands in, and nothing of it is handed out: all
-            # gradients are zeros then, as an empty part's should be.
+            # Not every attention kernel takes zero rows. Compute one row and return none of it: all gradients are
+            # zeros then, as they must be for an empty part.
             words, follows = self(
                 *(_one_row_like(tensor) for tensor in (input_ids, token_type_ids, attention_mask, positions))
             )
@@ -72,89 +85,95 @@ class MaskedPositions:
 
 
 class MaskedLM(MaskedPositions, BertForMaskedLM):
-    """MLM alone."""
+    """Predicts masked words."""
 
 
 class MaskedLMAndNextSentence(MaskedPositions, BertForPreTraining):
-    """MLM and next sentence prediction."""
+    """Predicts masked words, and whether the second segment follows the first."""
 
 
 def _one_row_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.new_ones(1, *tensor.shape[1:])
 
 
-def _run_layer(layer, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """One encoder layer at the positions `chosen` (B, P, H), which attend to all of `hidden` (B, L, H)."""
+def _run_layer(layer: Any, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """One encoder layer at the positions `chosen` (B, P, H), which attend to all of `hidden` (B, L, H): (B, P, H)."""
     inner = layer.attention.self
-    heads = inner.num_attention_heads
     query, key, value = (
-        projection(states).unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, P or L, H / heads)
+        projection(states).unflatten(-1, (inner.num_attention_heads, -1)).transpose(1, 2)  # (B, heads, P or L, H/heads)
         for projection, states in ((inner.query, chosen), (inner.key, hidden), (inner.value, hidden))
     )
-    context = attention(query, key, value, mask, inner.dropout.p if layer.training else 0.0)
-    attended = layer.attention.output(context.transpose(1, 2).flatten(2), chosen)
+    attend = ALL_ATTENTION_FUNCTIONS[inner.config._attn_implementation]  # torch's scaled_dot_product_attention: "sdpa"
+    dropout = inner.dropout.p if layer.training else 0.0
+    context, _ = attend(inner, query, key, value, mask, dropout=dropout)  # (B, P, heads, H/heads)
+    attended = layer.attention.output(context.flatten(2), chosen)
     return layer.output(layer.intermediate(attended), attended)
 
 
 # --- from flags -------------------------------------------------------------------------------------------------
 
 
-def build(args: Namespace, meta: dict, init_from: str | None = None) -> MaskedPositions:
-    """The model that the flags describe, for the corpus that `meta` describes, with weights from torch's seed, or
-    those of the folder or hub name `init_from`; heads that it lacks start anew.
+def build(options: ModelOptions, meta: dict[str, Any], init_from: str | None = None) -> MaskedPositions:
+    """The model that the flags describe, for the corpus that `meta` describes, ready to train.
 
-    Raises UserError where a config, a checkpoint and a corpus do not fit together.
+    Its weights are drawn from torch's seed, or are those of the folder or hub name `init_from`; heads that this lacks
+    are drawn. Raises UserError where a config, a checkpoint and a corpus do not fit together.
     """
-    kind = MaskedLMAndNextSentence if args.objective == "mlm+nsp" else MaskedLM
-    config = _config(args, meta, init_from)
-    for name, value in (("vocab_size", meta["vocab_size"]), ("max_position_embeddings", meta["sequence_length"])):
-        there, source = getattr(config, name), init_from or args.config_file or f"--preset {args.preset}"
-        if name == "vocab_size" and there != value:
-            raise UserError(
-                f"{source} has vocab_size {there}, but the vocabulary has {value} words: give the --vocab that it was "
-                "made for, or change vocab_size",
-                same_on_every_rank=True,
-            )
-        if there < value:
-            raise UserError(
-                f"--sequence-length is {value}, but {source} has {there} positions: give at most {there}, or raise "
-                "max_position_embeddings",
-                same_on_every_rank=True,
-            )
+    kind: Any = MaskedLMAndNextSentence if options.objective == "mlm+nsp" else MaskedLM
+    config = _config(options, meta, init_from)
+    _check_fit(config, meta, init_from or options.config_file or f"--preset {options.preset}")
     config.architectures = [pretrained.architecture_of(kind)]
     net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
-    replace_dropout(net)
-    replace_linear(net)
-    net.checkpoint_activations = args.checkpoint_activations
+    net.checkpoint_activations = options.checkpoint_activations
     return net.train()
 
 
-def _config(args: Namespace, meta: dict, init_from: str | None) -> BertConfig:
-    file = init_from or args.config_file
+def _check_fit(config: BertConfig, meta: dict[str, Any], source: object) -> None:
+    """Raise UserError unless the vocabulary is the model's own and its rows are not too long. `source` is named."""
+    words, length = meta["vocab_size"], meta["sequence_length"]
+    if config.vocab_size != words:
+        raise UserError(
+            f"{source} has vocab_size {config.vocab_size}, but the vocabulary has {words} words: give the --vocab "
+            "that it was made for, or change vocab_size",
+            same_on_every_rank=True,
+        )
+    if config.max_position_embeddings < length:
+        there = config.max_position_embeddings
+        raise UserError(
+            f"--sequence-length is {length}, but {source} has {there} positions: give at most {there}, or raise "
+            "max_position_embeddings",
+            same_on_every_rank=True,
+        )
+
+
+def _config(options: ModelOptions, meta: dict[str, Any], init_from: str | None) -> BertConfig:
+    values: dict[str, Any]
     if init_from:
         values = pretrained.open_config(init_from, flag="--init-from").to_dict()
-    elif file:
-        values = _read_config(file)
+    elif options.config_file:
+        values = _read_config(options.config_file)
     else:
-        layers, width, heads = PRESETS[args.preset]
+        layers, width, heads = PRESETS[options.preset]
         values = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
         values |= {"intermediate_size": 4 * width, "vocab_size": meta["vocab_size"]}
         values |= {"max_position_embeddings": max(512, meta["sequence_length"])}
-    if args.dropout is not None:
-        values |= {"hidden_dropout_prob": args.dropout, "attention_probs_dropout_prob": args.dropout}
+    if options.dropout is not None:
+        values |= {"hidden_dropout_prob": options.dropout, "attention_probs_dropout_prob": options.dropout}
     values = {name: value for name, value in values.items() if name not in ("dtype", "torch_dtype", "architectures")}
     values["pad_token_id"] = meta["special"]["pad"]
     try:
-        config = BertConfig(**values, attn_implementation="sdpa")
+        config = BertConfig(**values | {"attn_implementation": "sdpa"})
         if config.hidden_size % config.num_attention_heads:
             raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
     except (TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{file}: not a BERT config: {reason}", same_on_every_rank=True) from None
+        raise UserError(
+            f"{init_from or options.config_file}: not a BERT config: {reason}", same_on_every_rank=True
+        ) from None
     return config
 
 
-def _read_config(file: Path) -> dict:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
     except OSError as error:
@@ -163,12 +182,12 @@ def _read_config(file: Path) -> dict:
         raise UserError(f"{file} is not JSON: {error}", same_on_every_rank=True) from None
     kind = values.get("model_type", "bert") if isinstance(values, dict) else type(values).__name__
     if kind != "bert":
-        raise UserError(f"{file} is of another architecture: model_type is {kind}, not bert", same_on_every_rank=True)
+        raise UserError(f"{file} has another architecture: model_type is {kind}, not bert", same_on_every_rank=True)
     return values
 
 
 def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
-    """Sixteen hex digits of the architecture; also of the weights, where they are not drawn from the seed."""
+    """Sixteen hex digits of the config, and of the weights with `with_weights`."""
     own_to_a_node = ("_name_or_path", "transformers_version")
     values = {name: value for name, value in net.config.to_dict().items() if name not in own_to_a_node}
     text = json.dumps(values, sort_keys=True, default=str) + (pretrained.fingerprint(net) if with_weights else "")
@@ -176,5 +195,5 @@ def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
 
 
 def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """One number that depends on all outputs."""
-    return sum(output.sum() for output in outputs if output is not None)
+    """A scalar that depends on all outputs."""
+    return torch.stack([output.sum() for output in outputs if output is not None]).sum()

@@ -1,40 +1,36 @@
-"""Token rows and the masks over them, a batch at a time.
+"""Token rows, masked a batch at a time.
 
 Shapes: B rows, L tokens in a row, P masked tokens in a row at most.
 
-Which tokens are masked follows from (seed, epoch, row) and so does not know the layout. *How many* follows from
-the row alone, so every rank knows the count of every optimizer step without asking the others: see
-`masked_in_steps`.
+Which tokens are masked follows from (seed, epoch, row) and so does not depend on the layout. *How many* follows from
+the row alone (`MaskedRows.counts`), so every rank knows the count of every optimizer step without asking the others.
 """
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from common.uneven.batching import BatchPlan
+from bert_ddp.text.corpus import Corpus
 from common.uneven.seeding import derive_seed
 
-if TYPE_CHECKING:
-    from bert_ddp.text.corpus import Corpus
-
-IGNORED = -100  # a label that counts for nothing, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay as they are. Devlin et al. 2019, 3.1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows with masks over them, and what is under the masks."""
+    """Rows after masking, and the words that were masked."""
 
     input_ids: torch.Tensor  # (B, L)
     token_type_ids: torch.Tensor  # (B, L) 0 in the first segment, 1 in the second
     attention_mask: torch.Tensor | None  # (B, L) True where there is a token; None where no row has padding
-    positions: torch.Tensor  # (B, P) of the masked tokens
-    labels: torch.Tensor  # (B, P) the words there, IGNORED beyond a row's last
+    positions: torch.Tensor  # (B, P) of the masked tokens, then 0
+    labels: torch.Tensor  # (B, P) the words that were there, then IGNORED
     next_labels: torch.Tensor  # (B,) 1 where the second segment is from elsewhere
 
     def __len__(self) -> int:
@@ -49,9 +45,12 @@ class Batch:
     def pin_memory(self) -> "Batch":
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change) -> "Batch":
-        values = (getattr(self, field.name) for field in fields(self))
-        return Batch(*(None if value is None else change(value) for value in values))
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            changed[field.name] = None if value is None else change(value)
+        return Batch(**changed)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
@@ -60,14 +59,14 @@ class Batch:
         return {name: getattr(self, name) for name in names}
 
 
-def as_is(batch: Batch) -> Batch:
-    """The DataLoader's collate function: `__getitems__` has made a batch already."""
+def as_is(batch: Any) -> Any:
+    """The DataLoader's collate function: `MaskedRows` has made a batch already."""
     return batch
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are chosen and what is put over them. `seed` None: one fixed choice for each row, for evaluation."""
+    """How tokens are chosen. With `seed` None each row has one fixed choice, for evaluation."""
 
     probability: float
     whole_words: bool
@@ -77,11 +76,17 @@ class Masking:
 class MaskedRows(Dataset):
     """Rows of a table, masked as they are read. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets `Batch`es.
 
-    `table` gives columns as arrays for a list of row numbers, such as a `datasets.Dataset` in numpy format.
-    Call `set_epoch` before each epoch, for new masks.
+    Call `set_epoch` before each epoch, for new masks. `counts` (rows,) says how many tokens of each row are masked.
     """
 
-    def __init__(self, table, meta: dict, masking: Masking, padded: bool, continues: np.ndarray | None = None):
+    def __init__(
+        self, table: Any, meta: dict[str, Any], masking: Masking, padded: bool, continues: np.ndarray | None = None
+    ):
+        """`table` gives columns as arrays for a list of row numbers, such as a `datasets.Dataset` in numpy format.
+
+        `meta` is the corpus' meta.json; `padded` says whether any row has padding; `continues` (words,) is True for a
+        word that continues another, such as ##ing, and is needed for whole words only.
+        """
         self.table, self.meta, self.masking, self.padded, self.continues = table, meta, masking, padded, continues
         self.epoch = 0
         special = [meta["special"][name] for name in ("cls", "sep", "pad", "mask")]
@@ -89,7 +94,8 @@ class MaskedRows(Dataset):
         self.is_special[special] = True
         maskable = np.asarray(table["maskable"][:]).astype(np.int64)
         chosen = np.floor(maskable * masking.probability + 0.5).astype(np.int64)
-        self.counts = maskable if meta["stored_masks"] else np.minimum(maskable, np.maximum(1, chosen))  # (rows,)
+        counts = maskable if meta["stored_masks"] else np.minimum(maskable, np.maximum(1, chosen))
+        self.counts = torch.from_numpy(counts)  # (rows,)
         self.most = max(1, int(self.counts.max()))  # P
 
     def __len__(self) -> int:
@@ -98,14 +104,10 @@ class MaskedRows(Dataset):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def masked_in_steps(self, plan: BatchPlan, order: torch.Tensor) -> list[int]:
-        """How many tokens are masked in each optimizer step of an epoch with this order, over all ranks."""
-        counts = self.counts[order.numpy()]
-        return np.add.reduceat(counts, np.arange(0, plan.samples, plan.global_batch)).tolist()
-
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """These rows, masked as in the current epoch; no rows for an empty part."""
         length = self.meta["sequence_length"]
-        if not len(indices):  # an empty part: zero rows of the right shape
+        if not len(indices):  # zero rows of the right shape
             rows = {"input_ids": np.zeros((0, length), np.int64)}
             rows |= {name: np.zeros(0, np.int64) for name in ("length", "second", "next_label")}
             rows |= {name: np.zeros((0, self.most), np.int64) for name in ("masked_positions", "masked_labels")}
@@ -123,15 +125,17 @@ class MaskedRows(Dataset):
             torch.from_numpy(rows["next_label"]),
         )
 
-    def _masked(self, rows: dict, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(words with masks over them (B, L), positions (B, P), what is under the masks (B, P))."""
+    __getitems__ = batch  # what a DataLoader calls, once for a whole batch
+
+    def _masked(self, rows: dict[str, np.ndarray], indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(words after masking (B, L), positions (B, P), the words that were there (B, P))."""
         ids = rows["input_ids"]
         if self.meta["stored_masks"]:
             positions = rows["masked_positions"]
             return ids, positions, np.where(positions == 0, IGNORED, rows["masked_labels"])
         length, most = ids.shape[1], self.most
         random = self._random(indices, length + 2 * most)
-        positions = self._choose(ids, rows["length"], self.counts[list(indices)], random[:, :length])
+        positions = self._choose(ids, rows["length"], self.counts[list(indices)].numpy(), random[:, :length])
         listed = positions > 0
         labels = np.take_along_axis(ids, positions, axis=1)
         covered = self._cover(labels, random[:, length : length + most], random[:, length + most :])
@@ -145,14 +149,15 @@ class MaskedRows(Dataset):
         return random_numbers(derive_seed(self.masking.seed, "masks", self.epoch), indices, count)
 
     def _choose(self, ids: np.ndarray, length: np.ndarray, counts: np.ndarray, random: np.ndarray) -> np.ndarray:
-        """Positions (B, P) of tokens to be masked, `counts` in each row, in order; then 0, where [CLS] is.
+        """Positions (B, P) of the tokens to mask, `counts` (B,) in each row, in order; then 0, where [CLS] is.
 
-        Those with the smallest random numbers are taken. Whole words: the tokens of a word share a number; only the
-        last word may be cut, so that there are `counts`.
+        Those with the smallest `random` numbers (B, L) are chosen. With whole words, the tokens of a word share a
+        number, and only the last word may be cut, so that exactly `counts` are chosen.
         """
         places = np.arange(ids.shape[1])
         maskable = (places > 0) & (places < length[:, None]) & ~self.is_special[ids]
         if self.masking.whole_words:
+            assert self.continues is not None
             begins = maskable & ~self.continues[ids]
             random = np.take_along_axis(random, begins.cumsum(axis=1), axis=1)
         order = np.argsort(np.where(maskable, random, 2.0), axis=1, kind="stable")[:, : self.most]
@@ -161,39 +166,41 @@ class MaskedRows(Dataset):
         return np.where(chosen == beyond, 0, chosen)
 
     def _cover(self, words: np.ndarray, draw: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """What replaces `words` (B, P): mostly [MASK], or else a random word or the word itself."""
         others = (which * self.meta["vocab_size"]).astype(np.int64)
         covered = np.where(draw < SHARE_MASKED + SHARE_RANDOM, others, words)
         return np.where(draw < SHARE_MASKED, self.meta["special"]["mask"], covered)
 
 
 def random_numbers(key: int, rows: Sequence[int], count: int) -> np.ndarray:
-    """Numbers from 0 to 1, (rows, count), each a hash of (key, its row, its place): no state, whatever the layout.
+    """Numbers from 0 to 1, (rows, count), each a hash of (key, its row, its place), so that they do not depend on the
+    layout.
 
     SplitMix64 (Steele, Lea, Flood 2014): a counter times the golden ratio, mixed. A generator object for each row
-    would cost more than all the rest of making a batch.
+    would take longer than all the rest of making a batch.
     """
     counter = (np.asarray(rows, dtype=np.uint64) << np.uint64(20))[:, None] + np.arange(count, dtype=np.uint64)
-    mixed = np.uint64(key) + counter * np.uint64(0x9E3779B97F4A7C15)
+    mixed: np.ndarray = np.uint64(key) + counter * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return (mixed >> np.uint64(11)) * 2.0**-53
 
 
-def of_corpus(corpus: "Corpus", probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
+def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
     """Training rows, whose masks are new in every epoch, and held-out rows, whose masks are fixed."""
     continues = np.load(corpus.folder / "continues.npy")
-    parts = []
-    for name, part_seed in (("train", seed), ("held_out", None)):
-        table = getattr(corpus, name).with_format("numpy")
-        masking = Masking(probability, whole_words, part_seed)
-        parts.append(MaskedRows(table, corpus.meta, masking, corpus.meta["padded"][name], continues))
-    return tuple(parts)
+
+    def masked(name: str, table: Any, seed: int | None) -> MaskedRows:
+        masking = Masking(probability, whole_words, seed)
+        return MaskedRows(table.with_format("numpy"), corpus.meta, masking, corpus.meta["padded"][name], continues)
+
+    return masked("train", corpus.train, seed), masked("held_out", corpus.held_out, None)
 
 
 def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in the current epoch."""
-    batch = part.__getitems__(list(numbers))
+    batch = part.batch(list(numbers))
     full = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     tensors = {
         "input_ids": batch.input_ids,
@@ -206,14 +213,16 @@ def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def loading(workers: int, device: torch.device) -> dict[str, object]:
+def loading(workers: int, device: torch.device) -> dict[str, Any]:
     """Options for DataLoaders that make batches in `workers` processes beside the training.
 
-    A process that has threads (torch's, the tokenizers') must not fork: the workers come from the fork server that
-    has started this process already, or are started anew where there is none.
+    A process that has threads (torch's, the tokenizers') must not fork. So the loader's workers are forked from a
+    fork server, which has imported the large libraries once, or are started afresh where there is no fork.
     """
-    options: dict[str, object] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
     if workers:
         methods = multiprocessing.get_all_start_methods()
-        options["multiprocessing_context"] = "forkserver" if "forkserver" in methods else "spawn"
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context.set_forkserver_preload(["torch", "datasets"])
+        options["multiprocessing_context"] = context
     return options

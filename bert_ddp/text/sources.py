@@ -17,7 +17,7 @@ ROWS_TO_LOOK_AT = 1000
 
 
 def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
-    """The files that the names of a flag mean, in a fixed order; data sets by name (`hf:...`) are not files.
+    """The files that the names given to a flag mean, in a fixed order; data sets by name (`hf:...`) are not files.
 
     A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError where a name means no file.
     """
@@ -42,7 +42,7 @@ def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
 
 
 def data_set_files(corpus: Iterable[str]) -> list[Path]:
-    """The files of data sets (`hf:...`) that are local folders, in a fixed order; those of the hub have none here."""
+    """The files of data sets (`hf:...`) that are local folders, in a fixed order; one on the hub has no files here."""
     folders = [Path(_data_set(name)[0]) for name in corpus if name.startswith("hf:")]
     return [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob("*")) if file.is_file()]
 
@@ -55,12 +55,12 @@ def _data_set(name: str) -> tuple[str, str | None, str]:
 
 
 def is_no_file(name: str) -> bool:
-    """Does this name mean text that is not found by a path of the file system?"""
+    """Does this name mean text that is not found by a path, such as `hf:...`?"""
     return name.startswith("hf:") or name == PYTHON_DOCS
 
 
 def is_hdf5(files: list[Path]) -> bool:
-    """Are these shards of token rows and not text? Raises UserError for a mixture."""
+    """Are these HDF5 shards instead of text? Raises UserError for a mixture."""
     shards = [file for file in files if file.suffix in HDF5_SUFFIXES]
     if shards and len(shards) < len(files):
         other = next(file for file in files if file.suffix not in HDF5_SUFFIXES)
@@ -69,7 +69,7 @@ def is_hdf5(files: list[Path]) -> bool:
 
 
 def documents(corpus: Iterable[str], advance: Callable[[int], object] = lambda size: None) -> Iterator[str]:
-    """Every document of every source, in order; `advance(bytes)` is called along the way.
+    """Every document of every source, in order. Calls `advance(bytes)` as it reads.
 
     Raises UserError for what is not text, naming file and line.
     """
@@ -84,6 +84,7 @@ def documents(corpus: Iterable[str], advance: Callable[[int], object] = lambda s
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[str]:
+    """The documents of these lines; one longer than the limit is cut."""
     block: list[str] = []
     size = 0
     for line in lines:
@@ -101,7 +102,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[str]:
 def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
     """The lines of a file; one that is longer than the limit comes in several pieces."""
     wrong = f"--corpus {file}, line {{}} is not UTF-8 text: convert it, or leave it out"
-    decoder = codecs.getincrementaldecoder("utf-8")()  # the limit may cut inside a character: it keeps the beginning
+    decoder = codecs.getincrementaldecoder("utf-8")()  # the limit may cut a character in two: it keeps the first part
     try:
         with file.open("rb") as stream:
             number = 1
@@ -131,14 +132,14 @@ def _python_docs() -> Iterator[str]:
 
 
 def _from_datasets(name: str) -> Iterator[str]:
-    """`hf:NAME[,CONFIG[,SPLIT]]` from the hub or a folder. Its rows are lines where some are blank (wikitext), and
-    whole documents otherwise."""
-    import datasets
+    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. Its rows are lines where some are blank
+    (wikitext), and whole documents otherwise."""
+    import datasets  # here, because the flags' defaults come from this file, and --help must not wait for it
 
     path, config, split = _data_set(name)
     try:
         rows = datasets.load_dataset(path, config, split=split)  # on disk; read several times
-    except Exception as error:  # whatever the network, the hub and its client come up with
+    except Exception as error:  # the network, the hub and its client raise many kinds
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise UserError(
             f"--corpus {name} could not be loaded ({reason[:200]}): check the name and the network, or give files"
@@ -148,7 +149,7 @@ def _from_datasets(name: str) -> Iterator[str]:
     kind = getattr(rows.features["text"], "dtype", "of several values")
     if kind not in ("string", "large_string"):
         raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
-    # A row without a value (null) is no text; it does not say that rows are lines.
+    # A row without a value (null) is no text, and no sign that rows are lines.
     if any(text is not None and not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
         yield from _blocks(line for row in rows for line in (row["text"] or "").splitlines() or [""])
     else:

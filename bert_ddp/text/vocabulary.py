@@ -3,32 +3,29 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from tokenizers.trainers import WordPieceTrainer
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ALPHABET = 1000  # the most frequent characters; words with others become [UNK]
 
 
-def load(name: str, lowercase: bool = True) -> "PreTrainedTokenizerFast":
+def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer that `--vocab NAME` means: a `vocab.txt`, a folder, or a name on the hub.
 
     Raises UserError where there is none, or where it lacks a special token that BERT needs.
     """
-    from transformers import AutoTokenizer
-
     if Path(name).is_file():
         return from_words(_read_words(Path(name)), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever the network, the hub and its client come up with
+    except Exception as error:  # the network, the hub and its client raise many kinds
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"--vocab {name} is no file, no tokenizer's folder and no name that the hub answers to ({reason}): "
+            f"--vocab {name} is no file, no tokenizer's folder and no name that the hub knows ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
     for token in ("mask", "cls", "sep", "pad", "unk"):
@@ -36,7 +33,8 @@ def load(name: str, lowercase: bool = True) -> "PreTrainedTokenizerFast":
             raise UserError(f"--vocab {name} has no {token} token: give a vocabulary that was made for BERT")
     if not tokenizer.is_fast:
         raise UserError(f"--vocab {name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
-    # A tokenizer.json may hold how it was last used, such as "cut at 128, pad to 128"; a corpus is wanted whole.
+    # A tokenizer.json may hold how it was last used, such as "cut at 128, pad to 128", but rows need the whole text.
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -51,7 +49,7 @@ def _read_words(path: Path) -> list[str]:
         except UnicodeDecodeError:
             raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
         if word in seen:
-            raise UserError(f"--vocab {path}, line {number}: {word!r} stands on line {seen[word]} already: keep one")
+            raise UserError(f"--vocab {path}, line {number}: {word!r} is on line {seen[word]} already: keep one")
         seen[word] = number
         words.append(word)
     for token in SPECIAL:
@@ -60,21 +58,18 @@ def _read_words(path: Path) -> list[str]:
     return words
 
 
-def from_words(words: list[str], lowercase: bool) -> "PreTrainedTokenizerFast":
+def from_words(words: list[str], lowercase: bool) -> PreTrainedTokenizerFast:
     """BERT's tokenizer over these words, numbered in their order."""
-    from transformers import BertTokenizerFast
-
-    return BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}, do_lower_case=lowercase)
+    return BertTokenizer(vocab={word: number for number, word in enumerate(words)}, do_lower_case=lowercase)
 
 
-def train(texts: Callable[[], Iterable[str]], size: int, lowercase: bool) -> "PreTrainedTokenizerFast":
-    """WordPiece of at most `size` words, learnt from `texts()`, which is read twice.
+def train(texts: Callable[[], Iterable[str]], size: int, lowercase: bool) -> PreTrainedTokenizerFast:
+    """BERT's tokenizer with at most `size` WordPiece words, learnt from `texts()`, which is called twice.
 
-    The same texts give the same words. The library alone would not: it numbers the characters as they come out of
-    a hash table, and the numbers decide between equally frequent pairs. So the characters go in first, in order.
+    The same texts give the same words. The library alone does not guarantee that: it numbers the characters in the
+    order of a hash table, and the numbers decide between equally frequent pairs. So the characters are given to it
+    first, in a fixed order.
     """
-    from tokenizers.trainers import WordPieceTrainer
-
     backend = from_words(SPECIAL, lowercase).backend_tokenizer
     characters: Counter[str] = Counter()
     for text in texts():
@@ -87,4 +82,13 @@ def train(texts: Callable[[], Iterable[str]], size: int, lowercase: bool) -> "Pr
     )
     backend.train_from_iterator(texts(), trainer)
     words = backend.get_vocab()
-    return from_words(sorted(words, key=words.get), lowercase)
+    return from_words(sorted(words, key=lambda word: words[word]), lowercase)
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The words in the order of their numbers; a number that no word has becomes an empty word."""
+    vocabulary = tokenizer.get_vocab()
+    words = [""] * (max(vocabulary.values()) + 1)
+    for word, number in vocabulary.items():
+        words[number] = word
+    return words

@@ -1,0 +1,170 @@
+"""Pretraining BERT, and its evaluation: read mnist_ddp/train.py first, of which this is a near-twin.
+
+Every worker of every node runs `train`. Nothing in it depends on which node or GPU it is: `worker` says so, and
+common/uneven cuts the batches.
+"""
+
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from bert_ddp.model import pretrained, speed
+from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
+from bert_ddp.pretrain import model as bert
+from bert_ddp.pretrain import rows
+from bert_ddp.text import corpus
+from bert_ddp.text.flags import corpus_options
+from common.join.process_group import process_group
+from common.launch import cli
+from common.launch.layout import Worker
+from common.record import checkpoint
+from common.record.folder import open_folder
+from common.record.report import Report
+from common.record.resume import resume
+from common.uneven import ddp
+from common.uneven.batching import micro_batches, plan_batches
+from common.uneven.ddp import reduce_gradients_if
+from common.uneven.precision import Precision
+from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.uneven.seeding import derive_seed
+from common.uneven.sums import Sums
+from common.uneven.timer import StepTimer
+
+
+def train(worker: Worker, args: Namespace) -> None:
+    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    with process_group(worker, cli.join_options(args)) as group:
+        device, precision = group.device, Precision(args.precision, group.device)
+        options, timer = cli.run_options(args, "bert"), StepTimer(device)
+
+        # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
+        # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
+        # perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
+        with group.first_on_node("the token rows"):
+            source = pretrained.locate(args.init_from, "--init-from") if args.init_from else None
+            text = corpus.load(corpus_options(args), source, worker.rank)
+        group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
+        train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
+        global_batch = cli.global_batch(args, worker.world_size)
+        plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
+        sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
+        loading = rows.loading(args.data_workers, device)
+        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=rows.as_is, **loading)
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
+        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=rows.as_is, **loading)
+
+        # Model. The seed gives every layout the same first weights.
+        torch.manual_seed(derive_seed(args.seed, "weights"))
+        wanted = bert.ModelOptions(
+            args.objective, args.preset, args.config_file, args.dropout, args.checkpoint_activations
+        )
+        with group.first_on_node("the first weights"):
+            net = bert.build(wanted, text.meta, source).to(device, precision.dtype)
+        group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, source is not None)})
+        speed.tune(net, device)
+        optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
+        schedule_steps = plan.steps_per_epoch * args.epochs
+        decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+
+        # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
+        identity = {"data": f"{args.objective} {text.fingerprint}"}
+        recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
+        folder = open_folder(group, options)
+        step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        empty = train_set.batch([]).to(device)
+        model = ddp.wrap(net, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
+        report = Report(group, plan, timer, options)
+        if args.eval_only:
+            report.evaluation(step, **evaluate(net, test_loader, precision, device))
+            return
+
+        def write_extra(path: Path) -> None:  # with these, a checkpoint is a folder that from_pretrained reads
+            net.config.save_pretrained(path)
+            text.copy_tokenizer(path)
+
+        def save() -> None:
+            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+                if worker.is_main:
+                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
+                    checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
+
+        total_steps = min(schedule_steps, args.max_steps or schedule_steps)
+        facts = {"data": text.describe()}
+        report.open_together(folder, step, total_steps, **facts)
+        while step < total_steps:
+            epoch, first_step = divmod(step, plan.steps_per_epoch)
+            sampler.set_epoch(epoch, skip_steps=first_step)
+            train_set.set_epoch(epoch)
+            masked_tokens = plan.sums_in_steps(train_set.counts, sampler.order())  # of each step, over all ranks
+            for part in timer.steps(train_loader):
+                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                count = masked_tokens[step % plan.steps_per_epoch]
+                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
+                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
+                        with precision.autocast():
+                            logits, next_logits = model(**micro.inputs)
+                            micro_loss = cross_entropy(logits, micro.labels.flatten(), reduction="sum")
+                            if next_logits is not None:  # a mean over rows, added to the mean over masked tokens
+                                next_loss = cross_entropy(next_logits, micro.next_labels, reduction="sum")
+                                micro_loss = micro_loss + next_loss * (count / plan.global_count(step))
+                        precision.backward(micro_loss / count)  # the all-reduce sums over the ranks
+                    loss_sum += micro_loss.detach()
+                lr = scheduler.get_last_lr()[0]
+                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                scheduler.step()
+                optimizer.zero_grad()
+                step += 1
+                report.note(step, loss_sum, lr, grad_norm, count)
+
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
+                evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
+                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                if saves or evaluates or report.is_due:
+                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                        precision.require_finite(done.step, done.loss, done.grad_norm)
+                if evaluates:
+                    with report.pause():
+                        numbers = evaluate(net, test_loader, precision, device)
+                    report.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
+                if saves:
+                    save()
+                if step == total_steps:
+                    break
+        report.summary(step)
+
+
+@torch.no_grad()
+def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, device: torch.device) -> dict[str, float]:
+    """Mean loss, perplexity and accuracy over the held-out rows' masked tokens, each counted once on any number of
+    ranks; with sentence pairs also the accuracy of the next sentence.
+
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
+    meet only once, in `reduce`. Every rank must call this.
+    """
+    net.eval()
+    sums = Sums("loss", "correct", "count", "next_correct", "next_count", device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        with precision.autocast():
+            logits, next_logits = net(**batch.inputs)
+            labels = batch.labels.flatten()
+            loss_sum = cross_entropy(logits, labels, reduction="sum")
+        sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), (labels != rows.IGNORED).sum(), 0, 0)
+        if next_logits is not None:
+            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch))
+    net.train()
+    total = sums.reduce()
+    count = total["count"]
+    found = {"loss": total["loss"] / count, "accuracy": total["correct"] / count, "count": int(count)}
+    found["perplexity"] = math.exp(min(found["loss"], 700.0))
+    if total["next_count"]:
+        found["next_accuracy"] = total["next_correct"] / total["next_count"]
+    return found

@@ -1,0 +1,61 @@
+"""From documents to token rows, in bounded memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from bert_ddp.text import sources
+from bert_ddp.text.packed import packed
+from bert_ddp.text.pairs import pairs
+from bert_ddp.text.progress import bar
+from bert_ddp.text.settings import Settings
+from bert_ddp.text.table import Rows
+
+TOGETHER = 512  # documents tokenised at once
+TOGETHER_CHARACTERS = 1 << 22  # of them; beyond that no further document is added, because encodings need much memory
+
+
+def rows_of_text(
+    settings: Settings, tokenizer: PreTrainedTokenizerFast, special: dict[str, int]
+) -> Iterator[tuple[str, Rows]]:
+    """(part, rows) in pieces of bounded size; part is train or held_out. Raises UserError for what is not text."""
+    make_rows = pairs if settings.objective == "mlm+nsp" else packed
+    assert settings.sequence_length is not None
+    files = [*settings.files["corpus"], *settings.files["held_out_corpus"]]
+    with bar("token rows", files, passes=1 if settings.held_out_corpus else 2) as progress:
+        for part in ("train", "held_out"):
+            tokens = _tokens(part, settings, tokenizer, progress.update)
+            for rows in make_rows(tokens, settings.sequence_length, special):
+                yield part, rows
+
+
+def _tokens(
+    part: str, settings: Settings, tokenizer: PreTrainedTokenizerFast, advance: Callable[[int], object]
+) -> Iterator[np.ndarray]:
+    """The documents of one part as int32 arrays of word numbers."""
+    names = settings.corpus if part == "train" else settings.held_out_corpus or settings.corpus
+    chosen = (
+        text
+        for number, text in enumerate(sources.documents(names, advance))
+        if settings.held_out is None or settings.is_held_out(number) == (part == "held_out")
+    )
+    backend = tokenizer.backend_tokenizer
+    for together in batches(chosen):
+        for encoding in backend.encode_batch_fast(together, add_special_tokens=False):
+            if encoding.ids:
+                yield np.array(encoding.ids, dtype=np.int32)
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of at most TOGETHER texts, and of about TOGETHER_CHARACTERS at most, whatever the texts' lengths."""
+    together: list[str] = []
+    size = 0
+    for text in texts:
+        together.append(text)
+        size += len(text)
+        if len(together) == TOGETHER or size >= TOGETHER_CHARACTERS:
+            yield together
+            together, size = [], 0
+    if together:
+        yield together
