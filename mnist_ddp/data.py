@@ -145,7 +145,7 @@ def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The values of an IDX file: a magic number, each dimension as four bytes, the bytes. (yann.lecun.com/exdb/mnist)"""
+    """The values of an IDX file (yann.lecun.com/exdb/mnist): a magic number, each dimension as four bytes, the bytes."""
     data = path.read_bytes()
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
     expected = len(header) + math.prod(shape)
@@ -162,8 +162,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
 def _fingerprint(*tensors: torch.Tensor) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode())
-        digest.update(tensor.contiguous().numpy())
+        digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
     return digest.hexdigest()
 
 

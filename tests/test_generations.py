@@ -8,7 +8,7 @@ AGAIN = """
 
     device, backend, _ = choose(worker, group.options)
     opened = OpenStore(group.store, "127.0.0.1", "" if worker.is_main else "127.0.0.1")
-    joined = Joined(group.store, group.views, "127.0.0.1")
+    joined = Joined(dist.PrefixStore("first", group.store), group.views, "127.0.0.1")
     for generation in (1, 2, 3):
         disconnect(worker, joined)
         joined = join(worker, group.options, opened, device, backend, generation=generation)
@@ -16,8 +16,6 @@ AGAIN = """
         total = torch.full((), float(worker.rank + generation))
         dist.all_reduce(total)
         print(f"generation {generation}: {[view['rank'] for view in joined.views]} {total.item():.0f}")
-    with group.first_on_node("the end"):
-        pass
 """
 
 

@@ -88,7 +88,7 @@ def test_packed_rows_have_dropout_too(net, rows):
 @pytest.mark.parametrize(("device_type", "compiled"), [("cuda", False), ("cpu", True)])
 def test_on_a_gpu_and_in_compiled_models_nothing_is_packed(device_type, compiled, rows, tmp_path):
     net = BertForTokenClassification.from_pretrained(save_model(tmp_path), num_labels=4)
-    cut = choose_passes(net, rows, device_type, None, compiled)
+    cut = choose_passes(net, rows, torch.device(device_type), None, compiled)
     assert type(net) is BertForTokenClassification
     assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.part(range(len(LENGTHS)))))
 

@@ -30,7 +30,7 @@ def kinds(net):
 
 def test_a_cpu_gets_other_layers_and_attention():
     net = small_model()
-    speed.tune(net, torch.device("cpu"))
+    speed.tune(net, torch.device("cpu"), same_sizes=True)
     assert {Dropout, Linear} <= kinds(net) and not {nn.Dropout, nn.Linear} & kinds(net)
     assert net.config._attn_implementation == NAME
 
@@ -38,7 +38,7 @@ def test_a_cpu_gets_other_layers_and_attention():
 def test_a_gpu_keeps_torch_s_own():
     net = small_model()
     before = kinds(net)
-    speed.tune(net, torch.device("cuda"))
+    speed.tune(net, torch.device("cuda"), same_sizes=True)
     assert kinds(net) == before and net.config._attn_implementation == "sdpa"
 
 

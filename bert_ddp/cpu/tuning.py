@@ -1,16 +1,15 @@
-"""What model/speed.py calls: every replacement that lets a BERT of `transformers` compute faster on a CPU."""
+"""What model/speed.py calls: the replacements that let a BERT of `transformers` compute faster on a CPU."""
 
-from transformers import BertForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bert_ddp.cpu.dropout import replace_dropout, use_own_attention
 from bert_ddp.cpu.linear import replace_linear
-from bert_ddp.cpu.packing import Tagger
 
 
-def tune(net: PreTrainedModel) -> None:
-    """Replace dropout, attention and linear layers in place; a tagger also learns to take packed rows."""
+def tune(net: PreTrainedModel, same_sizes: bool) -> None:
+    """Replace dropout and attention in place, and linear layers too where all batches have the same size: oneDNN
+    prepares itself for each size, which takes as long as it saves where sizes change."""
     replace_dropout(net)
-    replace_linear(net)
     use_own_attention(net)
-    if type(net) is BertForTokenClassification:
-        net.__class__ = Tagger
+    if same_sizes:
+        replace_linear(net)

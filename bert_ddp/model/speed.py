@@ -1,6 +1,6 @@
-"""The one place that knows of bert_ddp/cpu, the room with code that only makes a CPU faster.
+"""The one place that knows of bert_ddp/cpu, the code that only makes a CPU faster.
 
-With that folder deleted everything runs as well, and the results agree up to rounding. On a GPU it is never used.
+With that folder deleted everything runs as well, and results agree up to rounding. On a GPU it is never used.
 """
 
 import importlib
@@ -10,19 +10,21 @@ from typing import Any
 import torch
 
 
-def tune(net: torch.nn.Module, device: torch.device) -> None:
-    """Let `net` compute faster on a CPU where bert_ddp/cpu is there; otherwise nothing changes.
-
-    `net` is a model of transformers and is changed in place. Its weights and its config stay as they are. Call this
-    after the weights are loaded.
-    """
-    if tuning := for_cpu("tuning", device):
-        tuning.tune(net)
-
-
-def for_cpu(module: str, device: torch.device) -> Any:
-    """The module bert_ddp.cpu.`module`, or None where `device` is no CPU or the folder bert_ddp/cpu is not there."""
+def load(module: str) -> Any:
+    """bert_ddp.cpu.MODULE, or None where that folder is not there. Load it when your own module is imported, so that
+    the join compares its code between the nodes."""
     found = importlib.util.find_spec("bert_ddp.cpu")
-    if device.type != "cpu" or found is None or found.origin is None:  # no origin: a folder without __init__.py
-        return None
-    return importlib.import_module(f"bert_ddp.cpu.{module}")
+    is_there = found is not None and found.origin is not None  # no origin: a folder without __init__.py
+    return importlib.import_module(f"bert_ddp.cpu.{module}") if is_there else None
+
+
+TUNING = load("tuning")
+
+
+def tune(net: torch.nn.Module, device: torch.device, same_sizes: bool) -> None:
+    """Let `net`, a BERT of transformers with its weights loaded, compute faster on a CPU. On a GPU nothing changes.
+
+    Changes it in place; its weights and config stay as they are. `same_sizes`: all batches have the same size.
+    """
+    if TUNING and device.type == "cpu":
+        TUNING.tune(net, same_sizes)

@@ -66,7 +66,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with group.first_on_node("the first weights"):
             net = bert.build(wanted, text.meta, source).to(device, precision.dtype)
         group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, source is not None)})
-        speed.tune(net, device)
+        speed.tune(net, device, same_sizes=True)
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
