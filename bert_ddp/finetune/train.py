@@ -20,7 +20,7 @@ from bert_ddp.finetune.rows import IGNORE, as_is, of_labelled
 from bert_ddp.finetune.scores import Scores
 from bert_ddp.finetune.sources import DataOptions
 from bert_ddp.finetune.token_batches import PASS_TOKENS, SortedShard, TokenBalancedSampler
-from bert_ddp.model import pretrained
+from bert_ddp.model import pretrained, speed
 from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
 from common.join.process_group import Group, process_group
 from common.launch import cli
@@ -66,6 +66,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with group.first_on_node("the weights"):
             net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
+        speed.tune(net, device)
         cut = choose_passes(net, rows, device.type, args.micro_batch, args.compile)
         net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
