@@ -145,7 +145,7 @@ def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """The values of an IDX file: a magic number, each dimension as four bytes, the values (yann.lecun.com/exdb/mnist)."""
+    """The values of an IDX file: magic number, dimensions of four bytes, values. Source: yann.lecun.com/exdb/mnist"""
     data = path.read_bytes()
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
     expected = len(header) + math.prod(shape)

@@ -83,6 +83,8 @@ def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
     processes = ranks(command)
     stopped = processes[-1]
     stopped.send_signal(signal.SIGSTOP)
+    while stopped.status() != psutil.STATUS_STOPPED:  # a SIGTERM that comes at the same moment would end it
+        time.sleep(0.01)
     try:
         send(command, signal.SIGINT)
         time.sleep(1.0)  # the command now waits for the stopped worker

@@ -11,7 +11,8 @@ from transformers import BertConfig, BertForMaskedLM
 from bert_ddp.cpu.dropout import NAME, Dropout
 from bert_ddp.cpu.linear import Linear
 from bert_ddp.model import speed
-from tests.harness import BERT, ROOT, losses, play, run
+from tests.harness import BERT, FINETUNE, PREDICT, ROOT, losses, play, run, start
+from tests.small_bert import save_model, save_ner
 
 FLAGS = (
     *("--preset", "tiny", "--dropout", 0, "--precision", "fp64", "--max-steps", 3),
@@ -42,14 +43,38 @@ def test_a_gpu_keeps_torch_s_own():
     assert kinds(net) == before and net.config._attn_implementation == "sdpa"
 
 
-def test_pretraining_runs_without_the_folder_and_gives_the_same_losses(tmp_path):
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """A checkout without the folder bert_ddp/cpu."""
+    checkout = tmp_path_factory.mktemp("checkout")
     for package in ("common", "mnist_ddp", "bert_ddp"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(tmp_path / "bert_ddp" / "cpu")
+        shutil.copytree(ROOT / package, checkout / package, ignore=shutil.ignore_patterns("__pycache__", "cpu"))
+    return checkout / "bert_ddp"
+
+
+def test_pretraining_runs_without_the_folder_and_gives_the_same_losses(without, tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:40_000])
     flags = (*FLAGS, "--corpus", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache")
     play(BERT, (1,), tmp_path / "with", *flags)
-    entry = tmp_path / BERT.relative_to(ROOT)
-    done = run("python", entry, "-g", 1, "--device", "cpu", *flags, "--out-dir", tmp_path / "without", cwd=tmp_path)
+    done = run("python", without / BERT.name, "-g", 1, "--device", "cpu", *flags, "--out-dir", tmp_path / "without")
     assert done.code == 0, done.output
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), abs=1e-12)
+
+
+def test_fine_tuning_and_prediction_run_without_the_folder_and_compute_the_same(without, tmp_path):
+    (tmp_path / "lines.txt").write_text("anna went to rome .\nthe old man came home\n")
+    task = ("--task", "ner", "--model", save_model(tmp_path / "model"), "--data", save_ner(tmp_path / "data"))
+    flags = (*task, "--global-batch", 16, "--lr", 3e-3, "--precision", "fp64", "--dropout", 0, "--max-steps", 3)
+    play(FINETUNE, (1,), tmp_path / "with", *flags)
+    layout = ("-g", 1, "--device", "cpu")
+    model = ("--task", "ner", "--model", tmp_path / "with")
+    files = ("--input", tmp_path / "lines.txt", "--output", tmp_path / "answers.jsonl")
+    commands = [
+        start("python", without / FINETUNE.name, *layout, *flags, "--out-dir", tmp_path / "without"),
+        start("python", without / PREDICT.name, *layout, *model, *files),
+    ]
+    for command in commands:
+        result = command.result()
+        assert result.code == 0, result.output
+    assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), abs=1e-12)
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
