@@ -25,4 +25,4 @@ def test_a_forbidden_import_fails_the_contracts(file, line, broken, tmp_path):
     result = run(LINT, "--no-cache", cwd=tmp_path)
     said = " ".join(result.output.split())
     assert result.code == 1, result.output
-    assert "1 broken" in said and f"{broken}" in said.partition("Broken contracts")[2], said
+    assert broken in said.partition("Broken contracts")[2], said
