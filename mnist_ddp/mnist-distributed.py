@@ -11,7 +11,7 @@ dropout draws other noise on another layout; everything else stays the same.)
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
@@ -37,10 +37,5 @@ def flags() -> ArgumentParser:
     return parser
 
 
-def preload(args: Namespace) -> list[str]:
-    """Modules that are slow to import: once for all ranks of a node."""
-    return ["sklearn.datasets"] if args.dataset == "digits" else []
-
-
 if __name__ == "__main__":
-    start.main(flags(), "mnist_ddp.train:train", cli.check_training, preload)
+    start.main(flags(), "mnist_ddp.train:train", cli.check_training)

@@ -55,19 +55,21 @@ def test_another_flag_on_one_node_is_named_on_both(tmp_path):
         assert "has 256: make them the same" in errors([result])[0]
 
 
-def test_another_version_of_the_code_is_named_on_both(tmp_path):
-    port = free_port()
-    for package in ("common", "mnist_ddp"):
-        shutil.copytree(ROOT / package, tmp_path / package)
-    with (tmp_path / "common" / "uneven" / "batching.py").open("a") as file:
-        file.write("# an edit on one node\n")
-    copy = tmp_path / "mnist_ddp" / MNIST.name
-    commands = [
-        start("python", trainer, *node(number, "1,1", port).flags) for number, trainer in ((0, MNIST), (1, copy))
-    ]
+@pytest.mark.parametrize("file", ["common/uneven/batching.py", "bert_ddp/model/optimizer.py"])
+def test_another_version_of_any_code_that_is_loaded_is_named_on_both(file, tmp_path):
+    commands, port = [], free_port()
+    for number in range(2):
+        copy = tmp_path / str(number)
+        for package in ("common", "mnist_ddp", "bert_ddp"):
+            shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+        with (copy / "mnist_ddp" / "train.py").open("a") as source:
+            source.write("import bert_ddp.model.optimizer\n")  # as a trainer of one's own may
+        with (copy / file).open("a") as source:
+            source.write("# an edit on one node\n" * number)
+        commands.append(start("python", copy / "mnist_ddp" / MNIST.name, *node(number, "1,1", port).flags))
     for command in commands:
         result = command.result()
-        assert result.code == 2
+        assert result.code == 2, result.output
         assert re.search(r"node 1 \(.*\) has code \w{12}, but node 0 \(.*\) has \w{12}", errors([result])[0])
 
 

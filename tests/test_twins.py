@@ -51,7 +51,7 @@ def test_the_entries_end_in_the_same_call():
     for entry, module in ((MNIST, "mnist_ddp.train"), (BERT, "bert_ddp.pretrain.train")):
         *_, guard, call = body(entry)
         assert guard == 'if __name__ == "__main__":'
-        assert call.startswith(f'    start.main(flags(), "{module}:train", cli.check_training')
+        assert call == f'    start.main(flags(), "{module}:train", cli.check_training)'
 
 
 def test_two_of_three_lines_of_the_mnist_trainer_stand_in_the_bert_trainer():

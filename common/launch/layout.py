@@ -1,4 +1,4 @@
-"""`Layout`: one node's view of the job. `Worker`: one process's place in it. Both know no launcher."""
+"""`Layout`: one node's view of the job. `Worker`: one process's place in it. Both are the same for any launcher."""
 
 from dataclasses import dataclass
 

@@ -7,7 +7,7 @@ one place only, torchrun, srun, mpirun   this process is the worker
 import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from common.errors import ExplainedError, UserError
@@ -16,18 +16,12 @@ from common.launch.detect import layout_from
 from common.launch.layout import Layout
 
 
-def main(
-    parser: ArgumentParser,
-    target: str,
-    check: Callable[[Namespace, Layout], None] | None = None,
-    preload: Callable[[Namespace], Sequence[str]] = lambda args: (),
-) -> NoReturn:
+def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout], None] | None = None) -> NoReturn:
     """Parse the flags, find the layout, and run `target` on each worker of this node.
 
     `target` is written "module:function" and is called as `function(worker, args)`; the module is imported after the
     flags have been checked, so `--help` and wrong flags need no torch. `check(args, layout)` may refuse further
-    combinations of flags with UserError. `preload(args)` names modules that the workers will import later: they are
-    imported once, before the workers are forked.
+    combinations of flags with UserError.
 
     Never returns. Exit code 0: every worker ended well; 2: a user's mistake; another number: any other failure.
     """
@@ -42,5 +36,5 @@ def main(
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     workers = layout.workers()
     if len(workers) > 1:
-        sys.exit(supervisor.supervise(target, workers, args, preload(args)))
+        sys.exit(supervisor.supervise(target, workers, args))
     worker.run(target, workers[0], args)

@@ -5,14 +5,12 @@ share the memory of what was imported. It must not use CUDA, threads or torch's 
 each worker is a fresh interpreter that imports the module itself.
 """
 
-import importlib
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -29,11 +27,11 @@ LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind 
 INTERRUPTED = 130  # as shells report SIGINT
 
 
-def supervise(target: str, workers: list[Worker], args: Namespace, preload: Sequence[str] = ()) -> int:
+def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     """Run all workers until they end. When one fails, end the others. Returns the first failure's exit code, or 0."""
     try:
         signal.signal(signal.SIGTERM, _raise_interrupt)
-        context = _context(target, preload)
+        context = _context(target)
         return _run_all([_process(context, target, one, args) for one in workers])
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -42,7 +40,7 @@ def supervise(target: str, workers: list[Worker], args: Namespace, preload: Sequ
         return error.exit_code
 
 
-def _context(target: str, preload: Sequence[str]) -> BaseContext:
+def _context(target: str) -> BaseContext:
     """The context that starts the workers: fork, with the module already imported, or spawn."""
     if sys.platform != "linux":  # Windows has no fork, and macOS frameworks are not fork-safe
         return multiprocessing.get_context("spawn")
@@ -50,8 +48,6 @@ def _context(target: str, preload: Sequence[str]) -> BaseContext:
     # is forked after that cannot use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     worker.load(target)
-    for module in preload:
-        importlib.import_module(module)
     return multiprocessing.get_context("fork")
 
 

@@ -1,0 +1,46 @@
+"""Flags are compared between nodes and with the run that is resumed, unless they are named as free."""
+
+import runpy
+
+import pytest
+
+from common.launch import cli
+from tests.harness import BERT, FINETUNE, MNIST
+
+# The flags that a checkpoint compares. A new flag fails this test until it is here, or cli.may_change or may_differ names it.
+TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed"}
+RECIPES = {
+    MNIST: TRAINING | {"label_smoothing"},
+    BERT: TRAINING | {"warmup_steps", "decay_power", "mask_probability", "whole_words", "dropout", "preset"},
+    FINETUNE: TRAINING | {"warmup", "dropout", "task"},
+}
+REQUIRED = {FINETUNE: ["--task", "ner", "--model", "m", "--data", "d"]}
+
+
+def parser_of(script):
+    return runpy.run_path(str(script), run_name="not main")["flags"]()
+
+
+def test_a_new_flag_is_compared_on_every_node_and_in_a_resumed_run():
+    parser = cli.parser("")
+    parser.add_argument("--momentum", type=float, default=0.9)
+    args = parser.parse_args(["--momentum", "0.5"])
+    assert cli.recipe(args) == {"momentum": 0.5}
+    assert cli.join_options(args).agreed_flags["--momentum"] == "0.5"
+
+
+def test_a_flag_that_may_change_is_still_compared_between_nodes_and_one_that_may_differ_is_not():
+    parser = cli.parser("")
+    for name in ("--patience", "--folder"):
+        parser.add_argument(name, default="x")
+    cli.may_change(parser, "patience")
+    cli.may_differ(parser, "folder")
+    args = parser.parse_args([])
+    assert cli.recipe(args) == {}
+    agreed = cli.join_options(args).agreed_flags
+    assert "--patience" in agreed and "--folder" not in agreed
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.name)
+def test_a_checkpoint_compares_what_changes_the_optimisation(script):
+    assert set(cli.recipe(parser_of(script).parse_args(REQUIRED.get(script, [])))) == RECIPES[script]
