@@ -7,7 +7,7 @@ import pytest
 from common.launch import cli
 from tests.harness import BERT, FINETUNE, MNIST
 
-# The flags that a checkpoint compares. A new flag fails this test until it is here, or cli.may_change or may_differ names it.
+# What a checkpoint compares. A new flag must be added here, or be named by cli.may_change or cli.may_differ.
 TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed"}
 RECIPES = {
     MNIST: TRAINING | {"label_smoothing"},
