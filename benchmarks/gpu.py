@@ -2,7 +2,7 @@
 
     gpu.py [--tiny] [--only ours|peer] [--lengths 128,512] [--seconds 40]
 
-Rows are random words, for speed does not depend on them. Utilisation is the model's FLOPs a second, as they are
+Rows are random words, because speed does not depend on them. Utilisation is the model's FLOPs a second, as they are
 counted for a model that computes every position (PaLM, appendix B), over what this card reaches in a large bf16
 matrix product, measured first. What the forward pass here leaves out counts as not computed (`done` below).
 """
@@ -74,7 +74,7 @@ def build(tiny: bool, length: int):
 
 
 def flops_a_row(config, length: int, masked: float) -> tuple[float, float]:
-    """(of a model that computes everything but the head at masked tokens only, of what is done here): forward and
+    """(FLOPs of a model that computes only the head at masked tokens only, FLOPs of what is done here): forward and
     backward, 6 for each weight and token and 12 x layers x width x length for each token's attention."""
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = 4 * width**2 + 2 * width * config.intermediate_size
@@ -172,7 +172,7 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             try:
                 rate = program(device, args.tiny, length, rows, 1.0 if args.tiny else args.seconds, compiled)
-            except Exception as error:  # a program that fails must not take the others' numbers with it
+            except Exception as error:  # report it, and keep the numbers of the other programs
                 print(f"| {length} | {rows} | {title} | failed: {str(error).splitlines()[0][:90]} | | | |", flush=True)
                 continue
             memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train MNIST on every layout with default settings and compare: the curves must be one.
+"""Train MNIST on every layout with default settings and compare: the curves must agree.
 
     layouts.py --data-dir ../shared/data --out-dir runs/layouts [--hosts]
 
@@ -53,7 +53,7 @@ def train(trainer: Path, name: str, folder: Path, flags: list[str]) -> dict:
         subprocess.Popen([*command, "--device", "cpu", *flags, "--out-dir", str(folder)], env=environ)
         for command in commands(trainer, name, port)
     ]
-    codes = [node.wait() for node in nodes]  # all of them, before any is judged
+    codes = [node.wait() for node in nodes]  # wait for all before checking any
     if any(codes):
         sys.exit(f"layouts.py: {name} failed")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def table(results: dict[str, dict]) -> int:
-    """Print what was found beside what is promised; 1 where a promise is broken."""
+    """Print the results. Returns 1 if a bound is missed."""
     print("| layout | accuracy fp32 | accuracy fp64 | largest loss difference, fp64, all steps | fp32, 20 steps |")
     print("| --- | --- | --- | --- | --- |")
     broken = 0

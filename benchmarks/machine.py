@@ -1,4 +1,4 @@
-"""Where a number was measured: machine, versions, commit. Stands under every table."""
+"""Where a number was measured: machine, versions, commit. Printed under every table."""
 
 import os
 import platform

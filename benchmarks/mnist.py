@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit(f"mnist.py: --data-dir {args.data_dir} has no MNIST: name a folder that the trainer has filled")
     with tempfile.TemporaryDirectory() as scratch:
         pairs, trainer = [], with_stock_model(Path(scratch))
-        for number in range(TRIES):  # alternating, so that a busy moment does not fall on one of the two
+        for number in range(TRIES):  # in turns, so that other load on the machine affects both
             stock = json.loads(run(HERE / "stock_mnist.py", "--data-dir", args.data_dir, "--max-steps", STEPS))
             ours = ours_per_second(trainer, args.data_dir, Path(scratch) / f"rate{number}")
             pairs.append((stock["images_per_second"], ours))

@@ -50,7 +50,7 @@ def first_step(ranks: int) -> float:
 
 
 def hello(ranks: int) -> tuple[float, float, str]:
-    """(seconds, GB, what the ranks say of their requests) of `ranks` ranks that join, connect and leave."""
+    """(seconds, GB, the ranks' line about their requests) of `ranks` ranks that join, connect and leave."""
     command = [sys.executable, __file__, "-g", str(ranks), "--device", "cpu"]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,7 @@
 
 Two 3x3 convolutions of 32 and 64 channels, dropout, a dense layer of 128; Adadelta with lr 1.0, batch 64, the rate
 times 0.7 after each epoch; a DataLoader that turns every image into a normalised tensor on its own. Written
-anew from that description. Prints one JSON line an epoch: its seconds of training and the test accuracy.
+again from that description. Prints one JSON line an epoch: its seconds of training and the test accuracy.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 
     trainer_ner.py --model FOLDER --data FOLDER --epochs 3 --lr 5e-5 --batch 32 --seed 0 --out-dir DIR
 
-The same seed gives it the first head and the batches of bert-finetune.py, so that only dropout's draws differ; what
-one head or order is worth in F1 is more than what the two programs differ by. Prints one line of JSON: seconds of
+The same seed gives it the first head and the batches of bert-finetune.py, so that only dropout's draws differ:
+another head or order changes F1 by more than the two programs differ. Prints one line of JSON: seconds of
 training (without evaluations and checkpoints), and test and dev F1 of the best weights. `--max-steps` ends earlier.
 """
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain BERT on text, on one process or on nodes with different numbers of GPUs.
 
-    bert-distributed.py                             # all GPUs of this machine, or its CPU; text that Python brings
+    bert-distributed.py                             # all GPUs of this machine, or its CPU; Python's docs as text
     bert-distributed.py -n 2 -g 8,2 -i 0 --corpus books         # 2 nodes with 8 and 2 GPUs; this is node 0, the master
     bert-distributed.py -n 2 -g 8,2 -i 1 --corpus books --master-addr NODE0      # this is node 1; node 0 prints this
     torchrun --nproc-per-node 4 bert-distributed.py                              # any launcher
@@ -24,14 +24,18 @@ def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
     training = cli.add_training_flags(parser, epochs=40, lr=1e-4)
-    training.add_argument("--warmup-steps", type=cli.natural_int, default=0, metavar="S", help="steps of rising --lr")
+    training.add_argument(
+        "--warmup-steps", type=cli.natural_int, default=0, metavar="S", help="steps until the peak of --lr"
+    )
     training.add_argument("--decay-power", type=cli.positive_float, default=1.0, metavar="X", help="1: linear to 0")
-    training.add_argument("--mask-probability", type=cli.probability, default=0.15, metavar="P", help="of each token")
+    training.add_argument(
+        "--mask-probability", type=cli.probability, default=0.15, metavar="P", help="part of the tokens to mask"
+    )
     training.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
     training.add_argument(
         "--eval-every", type=cli.positive_int, metavar="S", help="steps between evaluations (each epoch)"
     )
-    training.add_argument("--checkpoint-activations", action="store_true", help="compute twice, store less")
+    training.add_argument("--checkpoint-activations", action="store_true", help="recompute activations to save memory")
     model = parser.add_argument_group("model")
     names = ("tiny", "mini", "small", "base", "large")
     model.add_argument("--preset", choices=names, default="base", help="sizes of Google's BERT models")

@@ -31,12 +31,15 @@ def flags() -> ArgumentParser:
     )
     task.add_argument("--top-k", type=cli.positive_int, default=5, metavar="K", help="words for each [MASK]")
     task.add_argument("--batch", type=cli.positive_int, default=32, metavar="B", help="rows in one forward on a rank")
-    task.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="numbers to compute in")
+    task.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
     files = parser.add_argument_group("files")
     files.add_argument("--input", type=Path, required=True, metavar="FILE", help="lines of text, on every node")
     files.add_argument("--output", type=Path, required=True, metavar="FILE", help="answers, written by node 0")
     files.add_argument(
-        "--shared-dir", type=Path, metavar="DIR", help="a folder all nodes see, for parts (else over the network)"
+        "--shared-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder that all nodes share, for the parts (else sent over the network)",
     )
     files.add_argument("--chunk", type=cli.positive_int, default=256, metavar="N", help="lines a rank takes at once")
     cli.may_differ(parser, "model", "input", "output", "shared_dir")  # between nodes

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make the token rows of a corpus ahead of time, and HDF5 shards of them where wanted.
+"""Make the token rows of a corpus ahead of time, and HDF5 shards of them on request.
 
     prepare-corpus.py --corpus 'books/*.txt'                  # fills the cache that bert-distributed.py looks into
     prepare-corpus.py --corpus 'books/*.txt' --hdf5-dir out   # also NVIDIA's and HetSeq's shards, masks included
 
 Train from the shards with
     bert-distributed.py --corpus out/train --held-out-corpus out/held_out --vocab out/tokenizer
-Other programs may want out/vocab.txt: the same words in the same order, but it cannot say whether case counts.
+Other programs may want out/vocab.txt: the same words in the same order, but it does not say whether case counts.
 """
 
 import sys
@@ -26,9 +26,15 @@ def flags() -> ArgumentParser:
     group = parser.add_argument_group("HDF5 shards")
     group.add_argument("--hdf5-dir", type=Path, metavar="DIR", help="write shards and their vocabulary here")
     group.add_argument(
-        "--rows-per-shard", type=cli.positive_int, default=100_000, metavar="N", help="at most; made in memory"
+        "--rows-per-shard",
+        type=cli.positive_int,
+        default=100_000,
+        metavar="N",
+        help="at most; a shard is built in memory",
     )
-    group.add_argument("--mask-probability", type=cli.probability, default=0.15, metavar="P", help="of each token")
+    group.add_argument(
+        "--mask-probability", type=cli.probability, default=0.15, metavar="P", help="part of the tokens to mask"
+    )
     group.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
     group.add_argument("--seed", type=cli.natural_int, default=0, help="of the masks")
     return parser

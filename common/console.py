@@ -1,4 +1,4 @@
-"""One line on the terminal, tagged with the rank that says it. Everything that prints goes through `say`."""
+"""One line on the terminal, tagged with the rank that prints it. Everything that prints goes through `say`."""
 
 import contextlib
 import socket

@@ -1,4 +1,4 @@
-"""Which code this is: versions for the join, for run.json and for results."""
+"""Versions of this code, Python and torch: for the join, for run.json and for results."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ def code_fingerprint() -> str:
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
         below = [folder for folder in folders if path.is_relative_to(folder)]
-        # torch makes up modules whose files do not exist
+        # torch creates modules whose files do not exist
         if below and path.suffix == ".py" and path.is_file() and not any(map(path.is_relative_to, libraries)):
             sources[path.relative_to(max(below, key=lambda folder: len(folder.parts))).as_posix()] = path
     digest = hashlib.blake2b(digest_size=6)
@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """The commit of this checkout, with + where files differ from it, or unknown outside a checkout."""
+    """The commit of this checkout, with + where there are uncommitted changes, or unknown outside a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

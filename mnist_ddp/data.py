@@ -1,4 +1,4 @@
-"""Images that live in memory as two tensors, fetched a batch at a time.
+"""Images in memory, read a batch at a time.
 
 MNIST is 47 MB: decoding, normalising and collating it image by image, as a stock DataLoader does, takes longer
 than training on it. Here a batch is one indexing operation.

@@ -29,7 +29,7 @@ def flags() -> ArgumentParser:
     names = ("mnist", "fashion-mnist", "kmnist", "digits")
     data_flags.add_argument("--dataset", choices=names, default="mnist", help="digits needs no download")
     data_flags.add_argument(
-        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="looks and downloads here"
+        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where the data are, or are downloaded to"
     )
     cli.add_output_flags(parser)
     cli.may_differ(parser, "data_dir")  # between nodes

@@ -8,7 +8,7 @@ class ConvNet(nn.Module):
     """Two strided convolutions and two dense layers: 315,226 weights at 28 x 28.
 
     There is no BatchNorm: its statistics would depend on how many samples a rank holds, and the result must not
-    know the layout. (GroupNorm and LayerNorm look at one sample at a time and are fine.)
+    depend on the layout. (GroupNorm and LayerNorm look at one sample at a time and are fine.)
     """
 
     def __init__(self, side: int = 28, classes: int = 10):

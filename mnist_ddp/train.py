@@ -1,6 +1,6 @@
 """Training and evaluation on MNIST: read this first, top to bottom.
 
-Every worker of every node runs `train`. Nothing in it depends on which node or GPU it is: `worker` says so, and
+Every worker of every node runs `train`. Nothing in it depends on the node or the GPU: `worker` holds the rank, and
 common/uneven cuts the batches.
 """
 
@@ -31,7 +31,7 @@ from mnist_ddp.model import ConvNet
 
 
 def train(worker: Worker, args: Namespace) -> None:
-    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         options, timer = cli.run_options(args, "mnist"), StepTimer(device)
@@ -49,7 +49,7 @@ def train(worker: Worker, args: Namespace) -> None:
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=data.as_is)
 
-        # Model. The seed gives every layout the same first weights.
+        # Model. The seed gives every layout the same initial weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         net = ConvNet(train_set.side).to(device, precision.dtype)
         optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
@@ -124,8 +124,8 @@ def train(worker: Worker, args: Namespace) -> None:
 def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, device: torch.device) -> dict[str, float]:
     """Mean loss and accuracy over the test set, each image counted once on any number of ranks.
 
-    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
-    meet only once, in `reduce`. Every rank must call this.
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the only
+    collective is in `reduce`. Every rank must call this.
     """
     net.eval()
     sums = Sums("loss", "correct", "count", device=device)

@@ -1,4 +1,4 @@
-"""How tests start trainers: as real commands, or as the same commands without the seconds of an import.
+"""How tests start trainers: as real commands, or as the same commands without the seconds of importing torch.
 
 `run` starts a command as a person would. `play` runs the same scripts, as `python SCRIPT FLAGS` would, in processes
 forked from one server that has imported torch and the trainers' modules: real supervisors, workers, sockets and files,
@@ -35,7 +35,7 @@ TIMEOUT_SECONDS = 120
 
 @dataclass
 class Result:
-    """What a command or a played node has said, and how it ended."""
+    """What a command or a played node has printed, and how it ended."""
 
     code: int
     output: str  # standard output and standard error together
@@ -162,7 +162,7 @@ def kill(pid: int) -> None:
 
 
 def write_trainer(folder: Path, body: str, imports: str = "") -> Path:
-    """A trainer of a stranger: its script in `folder`, and beside it a module whose `train(worker, args)` has this
+    """Write a user's own trainer: its script in `folder`, and beside it a module whose `train(worker, args)` has this
     body, with `group` its process group. Returns the script."""
     module = f"""
 import os, signal, time

@@ -10,7 +10,7 @@ FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
 
 def refusal(tmp_path, *flags, code: int = 2, gpus=(2,)) -> str:
-    """What the run says that must end with `code`, in one line of error."""
+    """The one line of error of a run that must end with `code`."""
     nodes = [Node([*node.flags, *flags]) for node in nodes_of(gpus, tmp_path / "out")]
     (tmp_path / "logs").mkdir(exist_ok=True)
     results = playing(MNIST, nodes, tmp_path / "logs").results()
@@ -101,7 +101,7 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_half_written(tmp_path):
     result = run("bash", "-c", limited, "bash", MNIST, *flags)
     assert result.code == 1, result.output
     assert "could not write the checkpoint" in result.output
-    assert "the earlier ones are whole" in result.output
+    assert "the earlier ones are intact" in result.output
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
 
 

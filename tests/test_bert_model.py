@@ -145,6 +145,6 @@ def test_weights_of_another_architecture_or_cut_in_half_are_refused_in_one_line(
     save_file(other, tmp_path / "other" / file, metadata={"format": "pt"})
     (tmp_path / "half" / file).write_bytes((latest / file).read_bytes()[:1000])
     said = refused_start(phase_1, tmp_path / "other", tmp_path)
-    assert f"--init-from {tmp_path / 'other'}: its weights are of another model: it has no bert." in said
+    assert f"--init-from {tmp_path / 'other'}: its weights belong to another model: it has no bert." in said
     said = refused_start(phase_1, tmp_path / "half", tmp_path)
     assert f"--init-from {tmp_path / 'half'} cannot be loaded" in said

@@ -384,7 +384,7 @@ def test_bad_input_is_one_line_that_names_file_and_line(folder, tmp_path):
         ("--corpus", tmp_path / "lacking.hdf5"): r"give the --vocab",
         ("--masking", "stored"): r"--masking stored takes its masks from HDF5",
         ("--sequence-length", 4): r"--sequence-length is 4: give 8 or more",
-        ("--sequence-length", 20_000): r"not one row of 20000 tokens",
+        ("--sequence-length", 20_000): r"does not fill one row of 20000 tokens",
     }
     for flags, message in cases.items():
         with pytest.raises(UserError, match=message):
@@ -422,7 +422,7 @@ def test_a_model_that_does_not_fit_the_corpus_is_refused(tmp_path):
             build(name, **changes)
 
 
-def test_text_that_cannot_be_parted_says_how_to_part_it(tmp_path):
+def test_text_that_cannot_be_divided_says_how_to_divide_it(tmp_path):
     (tmp_path / "text.txt").write_text("a line of a book without blank lines\n" * 300)
     flags = ("--sequence-length", 16, "--vocab-size", 300)
     for fraction in (0.05, 0.999):
@@ -445,7 +445,7 @@ def test_shards_beside_text_that_is_no_file_are_refused(folder, shards):
 
 
 def write_shard(path, rows=4, places=3, **changes):
-    """A shard by hand: rows of 16 tokens, the third one masked, with room for `places` masks in a row."""
+    """A shard by hand: rows of 16 tokens, the third one masked, with `places` places for masks in a row."""
     ids, masks = np.full((rows, 16), 6, "i4"), np.zeros((rows, places), "i4")
     ids[:, 2], masks[:, 0] = 4, 2
     arrays = {"input_ids": ids, "input_mask": np.ones_like(ids), "segment_ids": np.zeros_like(ids)}

@@ -333,7 +333,7 @@ def test_a_wrong_interface_on_one_node_is_named_on_both(tmp_path):
 
 def test_a_missing_node_is_named(tmp_path):
     (result,) = examine(tmp_path, first=("--join-timeout", 2), second=None)
-    assert "node 1 (rank 2) did not come within 2 s" in errors(result)
+    assert "node 1 (rank 2) did not join within 2 s" in errors(result)
 
 
 def test_the_report_comes_also_when_rank_0_and_its_store_are_gone():

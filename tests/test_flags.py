@@ -7,7 +7,7 @@ import pytest
 from common.launch import cli
 from tests.harness import BERT, FINETUNE, MNIST
 
-# What a checkpoint compares. A flag that is missing here and not named by cli.may_change or cli.may_differ shows up.
+# What a checkpoint compares. A new flag must be added here, or be named by cli.may_change or cli.may_differ.
 TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed"}
 RECIPES = {
     MNIST: TRAINING | {"label_smoothing"},

@@ -1,4 +1,4 @@
-"""The join can be entered again on the same store: what members that come and go will stand on."""
+"""The join can be entered again on the same store: the basis for members that leave and return."""
 
 from tests.harness import nodes_of, playing, write_trainer
 

@@ -79,7 +79,7 @@ def test_a_missing_node_is_named_within_five_seconds_and_ended_at_the_timeout(tm
     assert "waiting for node 1 (ranks 1 to 2) and node 2 (rank 3); giving up in" in run.logs[0].read_text()
     (result,) = run.results(timeout=15)
     assert result.code == 1
-    assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not come within 7 s (--join-timeout)" in errors([result])[0]
+    assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not join within 7 s (--join-timeout)" in errors([result])[0]
 
 
 def test_a_missing_master_is_named_within_five_seconds_and_ended_at_the_timeout(tmp_path):
@@ -120,7 +120,7 @@ def test_a_port_held_by_another_run_of_ours_is_named_on_both_nodes_and_that_run_
     assert f"--master-port {port}" in errors([master])[0]
     assert "is held by another run of ours" in errors([master])[0]
     assert "rank 1 of node 1" in errors([second])[0]
-    assert "comes to a run that is complete: the rank is held by" in errors([second])[0]
+    assert "tried to join a run that is complete: the rank is held by" in errors([second])[0]
     long_run.kill()  # fails where it has ended
 
 

@@ -1,4 +1,4 @@
-"""Ranks that meet over a file: they train as over TCP, and what a dead run has left does not confuse them."""
+"""Ranks that meet over a file: they train as over TCP, also over the file of a run that died."""
 
 from tests.harness import MNIST, Node, losses, playing
 
@@ -27,7 +27,7 @@ def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
     dead.kill()
     results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
     assert [result.code for result in results] == [0, 0], results
-    assert "of a run that has ended: they are passed over" in results[0].output
+    assert "of a run that has ended: they are ignored" in results[0].output
 
 
 def test_a_rank_that_is_claimed_twice_is_refused_over_a_file_too(tmp_path):

@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """1,001 lines, some empty, some with a [MASK], some longer than the model reads, with signs that end lines."""
+    """1,001 lines, some empty, some with a [MASK], some longer than the model reads, with characters that end lines."""
     draw = random.Random(0)
     lines = [" ".join(word for word, _ in pairs) for pairs in sentences(LINES, seed=9)]
     for index in draw.sample(range(LINES), 100):

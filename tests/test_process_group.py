@@ -1,4 +1,4 @@
-"""A process group that is up: ranks that need different times, fail or die, and how the others hear of it."""
+"""A process group that is up: ranks that need different times, fail or die, and how the others learn of it."""
 
 import re
 

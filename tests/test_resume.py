@@ -56,7 +56,7 @@ def test_a_checkpoint_cut_in_half_is_named_and_passed_over(uninterrupted, tmp_pa
     state = newest / checkpoint.TRAINING_STATE
     state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
     (node,) = play(MNIST, (1,), tmp_path, *FLAGS, "--resume")
-    assert f"{newest} is damaged (training_state.pt is not what was written): passing it over" in node.output
+    assert f"{newest} is damaged (the checksum of training_state.pt is wrong): using the one before" in node.output
     assert re.search(r"resuming from .*step-00000015", node.output)
     assert largest_difference(weights(tmp_path), weights(uninterrupted)) < 1e-10
 

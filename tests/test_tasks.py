@@ -135,11 +135,11 @@ def test_a_folder_gives_the_files_of_each_role_and_named_files_win(tmp_path):
 BAD = [
     ("a.conll", "anna B-person\nben\n", "a.conll, line 2: 'ben' has no label"),
     ("a.conll", "anna\t\n", "a.conll, line 1: 'anna' has no label"),
-    ("a.conll", "anna B-person\n\nben person\n", "a.conll, line 3: the label 'person' is no entity tag"),
+    ("a.conll", "anna B-person\n\nben person\n", "a.conll, line 3: the label 'person' is not an entity tag"),
     ("a.conll", "anna B-person\nb\0n O\n", "a.conll, line 2: this is not a text file"),
     ("a.conll", "\n\n", "a.conll holds no examples"),
     ("a.jsonl", '{"tokens": ["a"], "tags": ["O", "O"]}', "a.jsonl, line 1: words and tags are not two lists"),
-    ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tok', "a.jsonl, line 2: this is no JSON"),
+    ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tok', "a.jsonl, line 2: this is not JSON"),
     ("a.jsonl", '{"tokens": [], "tags": []}', r"a.jsonl holds no labelled word \(train\)"),
     ("a.jsonl", '{"text": "a"}', "a.jsonl, line 1: there is no column tokens or words among text"),
 ]
@@ -162,7 +162,7 @@ BAD_TEXTS = [
         "words,label\none,x\n",
         "there is no column text or sentence or sentence1 among words, label.*--text-column",
     ),
-    ("a.jsonl", '{"text": 3, "label": "x"}', "a.jsonl, line 1: column text is 3, which is no text"),
+    ("a.jsonl", '{"text": 3, "label": "x"}', "a.jsonl, line 1: column text is 3, which is not text"),
     ("a.txt", "one", "--task classify reads .csv, .tsv, .json and .jsonl"),
 ]
 
@@ -255,7 +255,7 @@ def test_a_set_without_any_entity_has_scores_of_zero_and_a_report(tmp_path):
     found = scores.score_entities([["O", "O"], []], [["O", "O"], []])
     assert found.numbers == {"f1": 0, "precision": 0, "recall": 0, "tag_accuracy": 1}
     scores.write_report(tmp_path, {"dev": found}, step=1)
-    assert "no entity is there, and none was found" in (tmp_path / "report.txt").read_text()
+    assert "there are no entities, and none was predicted" in (tmp_path / "report.txt").read_text()
     assert (tmp_path / "confusion.png").stat().st_size > 0
 
 

@@ -17,7 +17,7 @@ LEVELS = 2**16  # of the 16 bits that decide on one element
 
 def drop(states: torch.Tensor, probability: float) -> torch.Tensor:
     """`states` of any shape, each element zeroed with this probability or scaled so that the mean stays the same."""
-    zeroed = round(probability * LEVELS)  # so many of the levels
+    zeroed = round(probability * LEVELS)  # levels that zero an element
     if states.device.type != "cpu" or zeroed in (0, LEVELS) or torch.compiler.is_compiling():
         return dropout(states, probability)
     draws = torch.empty(-(-states.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -42,7 +42,7 @@ def replace_dropout(net: nn.Module) -> None:
 
 
 def use_own_attention(net: PreTrainedModel) -> None:
-    """Let a model of transformers compute `attention` below. Its config is saved as if nothing had changed."""
+    """Make a model of transformers use `attention` below. Its saved config does not change."""
     AttentionInterface.register(NAME, _as_transformers_calls_it)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
     net.set_attn_implementation(NAME)

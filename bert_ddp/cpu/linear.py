@@ -17,7 +17,7 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_li
 
 
 def replace_linear(net: nn.Module) -> None:
-    """Let every torch.nn.Linear of a model compute as `Linear`. The weights stay the same objects, tied ones too."""
+    """Make every torch.nn.Linear of a model a `Linear`. The weights stay the same objects, tied ones too."""
     for module in net.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear

@@ -144,7 +144,7 @@ def packed_passes(part: Part, micro_batch: int | None) -> Iterator[tuple[Batch, 
 def choose_packed_passes(
     net: PreTrainedModel, micro_batch: int | None
 ) -> Callable[[Part], Iterator[tuple[Batch, bool]]]:
-    """Let `net`, a tagger of transformers, take packed rows too; returns the function that cuts a part into them.
+    """Make `net`, a tagger of transformers, take packed rows too. Returns the function that cuts a part into them.
 
     The weights stay where they are, and the model is saved and loaded as before.
     """

@@ -1,4 +1,4 @@
-"""What model/speed.py calls: the replacements that let a BERT of `transformers` compute faster on a CPU."""
+"""What model/speed.py calls: the replacements that make a BERT of `transformers` faster on a CPU."""
 
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""The best weights of a run so far, in OUT_DIR/best/latest: a checkpoint without the state of training."""
+"""The best weights of a run so far, in OUT_DIR/best/latest: a checkpoint without training state."""
 
 from pathlib import Path
 

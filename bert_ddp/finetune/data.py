@@ -1,4 +1,4 @@
-"""Everything that fine-tuning reads: from the flags to tokenized training and held-out rows."""
+"""Read the data of fine-tuning: from the flags to tokenized training and held-out rows."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

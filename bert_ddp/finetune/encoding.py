@@ -16,7 +16,7 @@ ENCODE_AT_ONCE = 2000  # texts; bounds the memory of the tokenizer's intermediat
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Rows, and the right answers to compare predictions with."""
+    """Rows, and the correct answers to compare predictions with."""
 
     rows: Rows
     gold: list[Any]  # ner: the tags of each sentence; classify: the class of each text

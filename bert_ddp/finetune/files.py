@@ -20,7 +20,7 @@ def read_conll(path: Path) -> Iterator[Sentence]:
     """Sentences of a CoNLL file: the word in the first column, its label in the last, blank lines between sentences.
 
     Tabs separate the columns of a line that has one, spaces those of other lines. `-DOCSTART-` lines, as CoNLL-2003
-    has them, are left out. Raises UserError for a line without a label, or with one that is no entity tag.
+    has them, are left out. Raises UserError for a line without a label, or with one that is not an entity tag.
     """
     words: list[str] = []
     tags: list[str] = []
@@ -45,9 +45,9 @@ def read_conll(path: Path) -> Iterator[Sentence]:
 
 
 def checked_tag(tag: str, place: str) -> str:
-    """The tag itself. Raises UserError where it is no entity tag."""
+    """The tag itself. Raises UserError if it is not an entity tag."""
     if tag != "O" and not (tag[:2] in ("B-", "I-", "E-", "S-") and len(tag) > 2):
-        raise UserError(f"{place}: the label {tag!r} is no entity tag: use O, B-TYPE or I-TYPE (or E-, S-)")
+        raise UserError(f"{place}: the label {tag!r} is not an entity tag: use O, B-TYPE or I-TYPE (or E-, S-)")
     return tag
 
 
@@ -80,9 +80,9 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: this is no JSON: {error}") from None
+            raise UserError(f"{path}, line {number}: this is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: this is no JSON object: write one for each line")
+            raise UserError(f"{path}, line {number}: this is not a JSON object: write one for each line")
         yield f"{path}, line {number}", row
 
 

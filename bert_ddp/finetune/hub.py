@@ -17,19 +17,19 @@ MOST_OF_AN_ERROR = 400  # characters of what `datasets` says
 
 
 def is_hub(source: str) -> bool:
-    """Is this a source for `datasets`, and not a file?"""
+    """True for a source that `datasets` reads, and not a file."""
     return source.startswith("hf:")
 
 
 def has_split(source: str, role: str) -> bool:
-    """Does the data set have a split for this role?"""
+    """True if the data set has a split for this role."""
     return _split_of(_open(source), role) is not None
 
 
 def has_labels(source: str, role: str, columns: Sequence[str]) -> bool:
-    """Does the split for this role have a label in the first of `columns` that is there?
+    """True if the split for this role has a label in the first of `columns` that it has.
 
-    The test sets of competitions have none.
+    The test sets of competitions have no labels.
     """
     splits = _open(source)
     rows = splits[_split_of(splits, role)]

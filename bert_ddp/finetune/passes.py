@@ -1,7 +1,6 @@
 """How a rank's part of a step is cut into forward passes.
 
-On any device the passes are padded batches (rows.py). bert_ddp/cpu, where it is there, has a faster way for tagging on
-a CPU.
+On any device the passes are padded batches (rows.py). bert_ddp/cpu, if present, has a faster way for tagging on a CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ def choose_passes(
 ) -> Cut:
     """A function that cuts a part into batches of at most `micro_batch` rows, with `is_last`.
 
-    Where rows can be packed without padding, `net` learns to take packed rows too.
+    Where rows can be packed without padding, `net` is changed to take packed rows too.
     """
     if PACKING and device.type == "cpu" and rows.per_token and not compiled:
         return PACKING.choose_packed_passes(net, micro_batch)

@@ -1,7 +1,7 @@
 """Token rows in memory, and batches of them that are padded only to their longest row.
 
-A *row* is what goes through the model at once: `[CLS] pieces [SEP]`. An entity label stands on the first piece of its
-word, and all other pieces have IGNORE.
+A *row* is what goes through the model at once: `[CLS] pieces [SEP]`. The first piece of a word has its entity label,
+and all other pieces have IGNORE.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ class Rows(Dataset):
     __getitems__ = part  # what a DataLoader calls, once for a whole part
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """These rows as tensors, padded to their longest. No row gives a stand-in whose labels do not count."""
+        """These rows as tensors, padded to their longest. No rows give a stand-in row whose label does not count."""
         if len(indices) == 0:  # transformers' attention cannot reshape a batch of no rows
             shape = (1, len(self.empty)) if self.per_token else (1,)
             tokens, ignored = torch.tensor([self.empty]), torch.full(shape, IGNORE)
@@ -139,7 +139,7 @@ def as_is(part: Any) -> Part:
 
 
 def int64_tensor(values: np.ndarray) -> torch.Tensor:
-    """What torch takes as token numbers, labels and masks."""
+    """As int64, which torch takes as token ids, labels and masks."""
     return torch.from_numpy(values.astype(np.int64))
 
 

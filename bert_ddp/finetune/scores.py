@@ -21,7 +21,7 @@ class Scores:
 
 
 def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> Scores:
-    """Precision, recall and F1 of entities. One is right with the right type and both ends, as conlleval counts."""
+    """Precision, recall and F1 of entities. An entity is correct if its type and both ends are, as in conlleval."""
     from seqeval.metrics import accuracy_score, classification_report
 
     pairs = zip((tag for tags in gold for tag in tags), (tag for tags in predicted for tag in tags), strict=True)
@@ -29,7 +29,7 @@ def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
     if set(confusion) | {answer for row in confusion.values() for answer in row} <= {"O"}:
         # seqeval has no report without a class
         found = {"micro avg": {"precision": 0.0, "recall": 0.0, "f1-score": 0.0, "support": 0}}
-        text = "no entity is there, and none was found: precision, recall and F1 count as 0\n"
+        text = "there are no entities, and none was predicted: precision, recall and F1 count as 0\n"
     else:
         found = classification_report(gold, predicted, output_dict=True, zero_division=0)
         text = classification_report(gold, predicted, zero_division=0)
@@ -40,7 +40,7 @@ def score_entities(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[s
 
 
 def score_classes(gold: Sequence[str], predicted: Sequence[str]) -> Scores:
-    """Accuracy, macro F1 and Matthews' correlation of one class a text."""
+    """Accuracy, macro F1 and Matthews' correlation, with one class for each text."""
     from sklearn.metrics import classification_report, matthews_corrcoef
 
     found = classification_report(gold, predicted, output_dict=True, zero_division=0)

@@ -1,6 +1,6 @@
 """Where the labelled examples come from, and reading them.
 
-A *source* is a file, or `hf:name,config` (a data set of the hub, or a folder that `datasets` reads):
+A *source* is a file, or `hf:name,config` (a data set on the hub, or a folder that `datasets` reads):
 
     ner        .conll .txt .bio .iob   one "word label" a line, blank lines between sentences; or .json .jsonl
     classify   .csv .tsv .json .jsonl  a column of text, or two for pairs, and a column of labels
@@ -41,9 +41,9 @@ class DataOptions:
 
 
 def find_sources(options: DataOptions) -> dict[str, str]:
-    """The source of each role (train, dev, test): the one that is named, or else one of the folder or data set `data`.
+    """The source of each role (train, dev, test): the named one, or else one in the folder or data set `data`.
 
-    A role without a source is left out. Raises UserError where `data` is no folder and no data set, RunError where
+    A role without a source is left out. Raises UserError if `data` is neither a folder nor a data set, RunError where
     the hub does not answer.
     """
     data, found = options.data, {}
@@ -65,7 +65,7 @@ def find_sources(options: DataOptions) -> dict[str, str]:
 
 
 def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
-    """Is the test split of --data hf:NAME without labels? A test set that a flag of its own names must have them."""
+    """True if the test split of --data hf:NAME has no labels. A test set that --test names must have them."""
     test = sources.get("test")
     if test is None or options.named.get("test") or not hub.is_hub(test):
         return False
@@ -140,7 +140,7 @@ def _column(row: dict, names: Sequence[str], place: str, flag: str) -> str:
 
 def _as_text(value: object, place: str, column: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{place}: column {column} is {value!r}, which is no text")
+        raise UserError(f"{place}: column {column} is {value!r}, which is not text")
     return value
 
 

@@ -58,7 +58,7 @@ def cut_parts(lengths: np.ndarray, shares: Sequence[float], most_rows: int | Non
     longest = lengths[np.asarray(cuts[:-1], dtype=np.int64)] if len(lengths) else lengths
     ends = np.concatenate([[0], np.cumsum(np.repeat(longest, sizes))])
     due = np.cumsum(np.asarray(shares, dtype=np.float64)) / sum(shares) * ends[-1]
-    # Each border goes to the nearest end of a row, which is found among the middles between two ends.
+    # Each border moves to the nearest end of a row: search among the midpoints between two ends.
     borders = np.searchsorted((ends[1:] + ends[:-1]) / 2, due)
     borders[-1] = len(lengths)
     return [0, *(int(border) for border in borders)]

@@ -1,7 +1,7 @@
-"""Fine-tuning and evaluation of a tagger or classifier; mnist_ddp/train.py is the same with less around it.
+"""Fine-tuning and evaluation of a tagger or classifier; mnist_ddp/train.py is a simpler version of the same.
 
 Every worker of every node runs `train`. Two things differ from MNIST: the ranks' parts of a global batch are balanced
-by tokens (token_batches.py), and the loss of tagging is a mean over labelled words, which are counted in advance.
+by tokens (token_batches.py), and the loss of tagging is a mean over labelled words, whose number is counted in advance.
 """
 
 from argparse import Namespace
@@ -39,7 +39,7 @@ from common.uneven.timer import StepTimer
 
 
 def train(worker: Worker, args: Namespace) -> None:
-    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         options, timer = cli.run_options(args, f"bert-{args.task}"), StepTimer(device)
@@ -80,7 +80,7 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: the batch of no rows here
+        stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: it stands for no rows
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
         model = ddp.wrap(compiled, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum())
         report = Report(group, plan, timer, options)
@@ -136,7 +136,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     with report.pause():
                         numbers = evaluate(net, found.held_out["dev"], args.eval_batch, group, precision).numbers
                     report.evaluation(step, **numbers)
-                    if numbers[measure] > best_score:  # saved first: a run killed before the next save evaluates again
+                    if numbers[measure] > best_score:  # before the checkpoint: a run killed in between evaluates again
                         best_score = numbers[measure]
                         save("best", 1, **{measure: best_score})
                 if saves:
@@ -144,7 +144,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 if step == total_steps:
                     break
 
-        # The best weights, once more on every held-out set, with a table of each class.
+        # Evaluate the best weights on every held-out set, with a table of each class.
         with report.pause():
             best_step = best.load(group, folder, net) or step
             final = {
@@ -170,8 +170,8 @@ def evaluate(
 ) -> Scores:
     """Scores of a held-out set: each row on one rank, and rank 0 scores the whole sentences.
 
-    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
-    meet only at its end. Every rank must call this, and gets the same numbers.
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the
+    collectives come at its end. Every rank must call this, and gets the same numbers.
     """
     net.eval()
     worker, device = group.worker, group.device

@@ -1,6 +1,6 @@
 """Open an existing BERT: a folder that transformers has saved, a run of ours, or a hub name.
 
-What does not fit ends in one line that names the flag.
+An error is one line that names the flag.
 """
 
 import contextlib
@@ -130,11 +130,11 @@ def load_weights(
             **options,
         )
     if lacking := [key for key in sorted(info["missing_keys"]) if not key.startswith(may_lack)]:
-        raise UserError(f"{flag} {name}: its weights are of another model: it has no {lacking[0]}")
+        raise UserError(f"{flag} {name}: its weights belong to another model: it has no {lacking[0]}")
     for key, *_ in sorted(info["mismatched_keys"]):
         if not key.startswith(may_lack):
             raise UserError(
-                f"{flag} {name}: its weights are of another model: {key} has another size than its config says"
+                f"{flag} {name}: its weights belong to another model: {key} has another size than its config says"
             )
     return model
 
@@ -180,4 +180,4 @@ def one_line(name: str, flag: str = "--model") -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if Path(name).exists():
             raise UserError(f"{flag} {name} cannot be loaded: {reason}") from None
-        raise RunError(f"{flag} {name} is no folder here, and could not be loaded from the hub: {reason}") from None
+        raise RunError(f"{flag} {name} is not a folder here, and could not be loaded from the hub: {reason}") from None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bert_ddp.text.pieces import Pieces, windows
 from common.uneven.precision import Precision
 
-# A word as people write it: with @ or # before it and with dots, dashes and apostrophes inside; or any other sign.
+# A word, maybe with @ or # before it and with dots, dashes or apostrophes inside; or any other character.
 WORD = re.compile(r"[@#]?\w+(?:[-'.&/]\w+)*|\S")
 
 

@@ -10,7 +10,7 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class LineFile:
-    """A text file whose chunks of `chunk_lines` lines can be read in any order. It takes eight bytes a chunk."""
+    """A text file whose chunks of `chunk_lines` lines can be read in any order. Needs 8 bytes a chunk."""
 
     path: Path
     chunk_lines: int
@@ -35,7 +35,7 @@ class LineFile:
 def open_lines(path: Path, chunk_lines: int) -> LineFile:
     """Find the chunks in one pass over the file.
 
-    Raises UserError, which names the line, where it is no UTF-8 text, and where it is empty or cannot be read.
+    Raises UserError if it is not UTF-8 text (the message names the line), is empty or cannot be read.
     """
     offsets, digest, number, position = array("Q", [0]), hashlib.blake2b(digest_size=8), 0, 0
     try:

@@ -1,9 +1,9 @@
-"""The answers to a large file, chunk by chunk: computed by many ranks, joined in order; what is done stays done.
+"""The answers to a large file, chunk by chunk: computed by many ranks and joined in order.
 
-    PARTS/chunk-00000000.jsonl      the answers to one chunk of lines, whole or not there
+    PARTS/chunk-00000000.jsonl      the answers to one chunk of lines, complete or absent
     OUTPUT                          all chunks in order, at the end
 
-Ranks take chunks from a common counter, so a faster rank does more of them. A run that starts again keeps the chunks
+Ranks take chunks from a shared counter, so a faster rank does more of them. A run that starts again keeps the chunks
 of the run before and computes the others. Rank 0 reads a chunk from its own file system where that has it (a shared
 folder), and otherwise gets it over the network from a rank that has it.
 """
@@ -75,7 +75,7 @@ class Parts:
         return len(done)
 
     def join(self, output: Path) -> int:
-        """Write all chunks in order to `output` on rank 0; it appears whole or not at all, and the parts go.
+        """Write all chunks in order to `output` on rank 0, completely or not at all, and remove the parts.
 
         Returns how many chunks came over the network. Every rank must call this.
         """
@@ -93,7 +93,7 @@ class Parts:
                 with self._rank_0_writes(output):
                     if problem:
                         raise problem
-            with self._rank_0_writes(output):  # a disk may take minutes for what the system has buffered
+            with self._rank_0_writes(output):  # writing the system's buffers to disk may take minutes
                 if file:
                     file.flush()
                     os.fsync(file.fileno())
@@ -110,7 +110,7 @@ class Parts:
         return self.folder / f"chunk-{number:08d}.jsonl"
 
     def _write(self, number: int, text: str) -> None:
-        """Write a chunk, which appears whole or not at all, whenever this process ends."""
+        """Write a chunk completely or not at all, even if this process is killed."""
         aside = self.folder / f".writing-{number}-{self.group.worker.rank}-{os.getpid()}"
         try:
             with aside.open("w", encoding="utf-8") as file:
@@ -120,11 +120,11 @@ class Parts:
             aside.replace(self._path(number))
         except OSError as error:
             aside.unlink(missing_ok=True)
-            where = f"{self.folder} on {socket.gethostname()}"  # every rank says it, wherever it happened
-            raise RunError(f"{where} cannot be written: {error.strerror}; what is done there stays") from None
+            where = f"{self.folder} on {socket.gethostname()}"  # every rank prints the message
+            raise RunError(f"{where} cannot be written: {error.strerror}; what is done there is kept") from None
 
     def _copy(self, file: BinaryIO | None, owners: dict[int, int]) -> OSError | RunError | None:
-        """Copy these chunks to rank 0's `file`. Returns the first problem: the other ranks still send the rest.
+        """Copy these chunks to rank 0's `file`. Returns the first error: the other ranks still send.
 
         Every rank must call this.
         """
@@ -160,10 +160,10 @@ class Parts:
 
     @contextlib.contextmanager
     def _rank_0_writes(self, output: Path) -> Iterator[None]:
-        """The other ranks wait until rank 0 has run the body, and hear of a full or missing disk there."""
+        """The other ranks wait until rank 0 has run the body. An OSError there becomes a RunError on every rank."""
         with self.group.others_wait("rank 0, which writes --output"):
             try:
                 yield
             except OSError as error:
-                where = f"--output {output} on {socket.gethostname()}"  # every rank says it
-                raise RunError(f"{where} cannot be written: {error.strerror}; the parts stay") from None
+                where = f"--output {output} on {socket.gethostname()}"  # every rank prints the message
+                raise RunError(f"{where} cannot be written: {error.strerror}; the parts are kept") from None

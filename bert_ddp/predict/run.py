@@ -1,4 +1,4 @@
-"""Prediction: every rank takes chunks of lines from a common counter and answers them; rank 0 joins the answers."""
+"""Prediction: every rank takes chunks of lines from a shared counter and answers them; rank 0 joins the answers."""
 
 import hashlib
 from argparse import Namespace
@@ -18,7 +18,7 @@ from common.uneven.precision import Precision
 
 
 def predict(worker: Worker, args: Namespace) -> None:
-    """One process's whole life: join, load, answer chunk by chunk, join the answers. Every rank runs it."""
+    """Run one process from start to end: join, load, answer chunks, join the answers. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         with group.first_on_node("the model and the lines"):
@@ -32,7 +32,7 @@ def predict(worker: Worker, args: Namespace) -> None:
         weights = pretrained.fingerprint(net)
         group.agree(**{"--input, fingerprint": lines.fingerprint, "--model, fingerprint": weights})
 
-        # The name of the parts' folder: parts of other lines, other weights or another task are never taken for ours.
+        # The folder's name is a digest, so that parts of other lines, other weights or another task are never used.
         what = f"{lines.fingerprint} {weights} {args.task} {length} {args.top_k} {args.precision} {args.chunk}"
         job = hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
         folder = (args.shared_dir or args.output.parent) / f"{args.output.name}.parts-{job}"

@@ -129,7 +129,7 @@ def build(options: ModelOptions, meta: dict[str, Any], init_from: str | None = N
 
 
 def _check_fit(config: BertConfig, meta: dict[str, Any], source: object) -> None:
-    """Raise UserError unless the vocabulary is the model's own and its rows are not too long. `source` is named."""
+    """Raise UserError, which names `source`, unless vocabulary size and row length fit the model."""
     words, length = meta["vocab_size"], meta["sequence_length"]
     if config.vocab_size != words:
         raise UserError(

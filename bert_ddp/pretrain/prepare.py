@@ -1,4 +1,4 @@
-"""What prepare-corpus.py does: fill the cache, and write HDF5 shards of it where wanted."""
+"""What prepare-corpus.py does: fill the cache, and write HDF5 shards of it on request."""
 
 import shutil
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def prepare(options: CorpusOptions, wanted: ShardOptions | None) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError where an earlier run has written: training would read its shards and the new ones together."""
+    """Raise UserError if an earlier run has written here: training would read its shards and the new ones together."""
     for name in (*PARTS, TOKENIZER, VOCAB):
         if (folder / name).exists():
             raise UserError(
@@ -53,14 +53,14 @@ def check_free(folder: Path) -> None:
 def write_shards(text: corpus.Corpus, options: ShardOptions) -> None:
     """Write `train/` and `held_out/` with shards, and their tokenizer and vocab.txt beside them: all or nothing.
 
-    Raises UserError where such are there already, and RunError where the disk is full.
+    Raises UserError if such files exist already, and RunError where the disk is full.
     """
     folder = options.folder
     check_free(folder)
     is_new = not folder.exists()
     aside = folder / ".unfinished"
     try:
-        shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
         aside.mkdir(parents=True)
         counts = _write_shards_in(aside, text, options)
         for made in sorted(aside.iterdir()):

@@ -2,8 +2,8 @@
 
 Shapes: B rows, L tokens in a row, P masked tokens in a row at most.
 
-Which tokens are masked follows from (seed, epoch, row) and so does not depend on the layout. *How many* follows from
-the row alone (`MaskedRows.counts`), so every rank knows the count of every optimizer step without asking the others.
+Which tokens are masked depends on (seed, epoch, row), and not on the layout. *How many* depends on the row alone
+(`MaskedRows.counts`), so every rank knows the count of every optimizer step without asking the others.
 """
 
 import multiprocessing
@@ -82,7 +82,7 @@ class MaskedRows(Dataset):
     def __init__(
         self, table: Any, meta: dict[str, Any], masking: Masking, padded: bool, continues: np.ndarray | None = None
     ):
-        """`table` gives columns as arrays for a list of row numbers, such as a `datasets.Dataset` in numpy format.
+        """`table` returns columns as arrays for a list of row numbers, like a `datasets.Dataset` in numpy format.
 
         `meta` is the corpus' meta.json; `padded` says whether any row has padding; `continues` (words,) is True for a
         word that continues another, such as ##ing, and is needed for whole words only.

@@ -1,6 +1,6 @@
-"""Pretraining BERT, and its evaluation: read mnist_ddp/train.py first, of which this is a near-twin.
+"""Pretraining BERT, and its evaluation: a near-twin of mnist_ddp/train.py, which you should read first.
 
-Every worker of every node runs `train`. Nothing in it depends on which node or GPU it is: `worker` says so, and
+Every worker of every node runs `train`. Nothing in it depends on the node or the GPU: `worker` holds the rank, and
 common/uneven cuts the batches.
 """
 
@@ -37,7 +37,7 @@ from common.uneven.timer import StepTimer
 
 
 def train(worker: Worker, args: Namespace) -> None:
-    """One process's whole life: join, load, train, evaluate, save, leave. Every rank runs it."""
+    """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         options, timer = cli.run_options(args, "bert"), StepTimer(device)
@@ -58,12 +58,12 @@ def train(worker: Worker, args: Namespace) -> None:
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=rows.as_is, **loading)
 
-        # Model. The seed gives every layout the same first weights.
+        # Model. The seed gives every layout the same initial weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
         wanted = bert.ModelOptions(
             args.objective, args.preset, args.config_file, args.dropout, args.checkpoint_activations
         )
-        with group.first_on_node("the first weights"):
+        with group.first_on_node("the initial weights"):
             net = bert.build(wanted, text.meta, source).to(device, precision.dtype)
         group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, source is not None)})
         speed.tune(net, device, same_sizes=True)
@@ -146,8 +146,8 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
     """Mean loss, perplexity and accuracy over the held-out rows' masked tokens, each counted once on any number of
     ranks; with sentence pairs also the accuracy of the next sentence.
 
-    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the ranks
-    meet only once, in `reduce`. Every rank must call this.
+    The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the only
+    collective is in `reduce`. Every rank must call this.
     """
     net.eval()
     sums = Sums("loss", "correct", "count", "next_correct", "next_count", device=device)

@@ -25,7 +25,7 @@ PARTS = ("train", "held_out")
 
 
 def build(folder: Path, settings: Settings, rank: int | None = None) -> None:
-    """Make the cache `folder` whole or not at all: it is written aside and renamed. Raises UserError and OSError."""
+    """Make the cache `folder` in full or not at all: it is written aside and renamed. Raises UserError and OSError."""
     for leftover in folder.parent.glob(f".building-{folder.name}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     aside = folder.parent / f".building-{folder.name}-{os.getpid()}"
@@ -104,7 +104,7 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
 
 
 def _check_not_empty(writers: dict[str, TableWriter], settings: Settings) -> None:
-    """Raises UserError where a part has no rows: it says whether there is too little text, or none was held out."""
+    """Raise UserError if a part has no rows. The message says whether there is too little text or none was held out."""
     missing = [part for part in PARTS if part not in writers]
     if not missing:
         return
@@ -113,12 +113,12 @@ def _check_not_empty(writers: dict[str, TableWriter], settings: Settings) -> Non
         name = "corpus" if "train" in missing else "held_out_corpus"
         row = f"row of {settings.sequence_length} tokens" if settings.sequence_length else "row"
         raise UserError(
-            f"{FLAGS[name]} {' '.join(getattr(settings, name))} gives not one {row}: it is empty or too short; give "
-            "more text or a smaller --sequence-length"
+            f"{FLAGS[name]} {' '.join(getattr(settings, name))} does not fill one {row}: it is empty or too short; "
+            "give more text or a smaller --sequence-length"
         )
     if not settings.shards and len(list(islice(sources.documents(settings.corpus), 2))) < 2:
         raise UserError(
-            f"--corpus {names} has no blank lines and so is one document, of which no part can be held out: put "
+            f"--corpus {names} has no blank lines, so it is one document and no part can be held out: put "
             "blank lines between documents, or name other text with --held-out-corpus"
         )
     if missing == ["train"]:
@@ -129,6 +129,6 @@ def _check_not_empty(writers: dict[str, TableWriter], settings: Settings) -> Non
 
 
 def _entropy(counts: np.ndarray) -> float:
-    """Nats per token of the best guess that knows only how frequent each word is."""
+    """Entropy of the words' frequencies in nats per token: the loss of the best guess that ignores context."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

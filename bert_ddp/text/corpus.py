@@ -34,7 +34,7 @@ class Corpus:
     """Token rows on disk: `train` and `held_out` are memory-mapped tables."""
 
     folder: Path
-    meta: dict[str, Any]  # of meta.json
+    meta: dict[str, Any]  # contents of meta.json
     train: datasets.Dataset
     held_out: datasets.Dataset
 

@@ -1,4 +1,4 @@
-"""The flags that say what the token rows are made of. Imports nothing heavy, so that --help answers at once."""
+"""The flags that describe the corpus. Imports nothing heavy, so that --help answers at once."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from dataclasses import dataclass, fields
@@ -44,11 +44,11 @@ def add_corpus_flags(parser: ArgumentParser) -> _ArgumentGroup:
         metavar="NAME",
         help="text or HDF5 files, folders, globs, or hf:NAME,CONFIG; the default comes with Python",
     )
-    group.add_argument("--held-out-corpus", nargs="+", metavar="NAME", help="evaluate on these, hold nothing else out")
+    group.add_argument("--held-out-corpus", nargs="+", metavar="NAME", help="evaluate on these instead of --held-out")
     group.add_argument("--held-out", type=_fraction, default=0.05, metavar="P", help="part of the documents held out")
     group.add_argument("--vocab", metavar="NAME", help="vocab.txt, tokenizer folder or hub name; trained if left out")
-    group.add_argument("--vocab-size", type=cli.positive_int, default=8192, metavar="V", help="words of a trained one")
-    group.add_argument("--cased", action="store_true", help="distinguish capital letters from small ones")
+    group.add_argument("--vocab-size", type=cli.positive_int, default=8192, metavar="V", help="of a trained vocabulary")
+    group.add_argument("--cased", action="store_true", help="distinguish upper and lower case")
     group.add_argument(
         "--sequence-length", type=cli.positive_int, metavar="L", help="tokens in a row (128; that of the shards)"
     )

@@ -1,4 +1,4 @@
-"""Rows for mlm: one stream of text, cut into rows that are full."""
+"""Rows for mlm: one stream of text, cut into full rows."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,9 +10,9 @@ ROWS_A_WRITE = 1024
 
 
 def packed(documents: Iterable[np.ndarray], length: int, special: dict[str, int]) -> Iterator[Rows]:
-    """[CLS] L - 2 tokens of the stream [SEP]: documents, int32 (tokens,), follow each other with [SEP] in between.
+    """Yield rows [CLS] L - 2 tokens [SEP] of one stream: the documents, int32 (tokens,), with [SEP] in between.
 
-    What is left at the end, less than a row, is dropped.
+    An incomplete row at the end is dropped.
     """
     inner = length - 2
     separator = np.array([special["sep"]], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Rows for mlm+nsp: two parts of text, of which the second follows the first in half of the rows."""
+"""Rows for mlm+nsp: two parts of text. In half of the rows the second follows the first."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,11 +12,11 @@ BLOCK_TOKENS = 1 << 20  # text in memory, from which the wrong second parts are 
 
 
 def pairs(documents: Iterable[np.ndarray], length: int, special: dict[str, int]) -> Iterator[Rows]:
-    """[CLS] A [SEP] B [SEP] of full length: B follows A in half of the rows, and is from another place in the others.
+    """Yield full rows [CLS] A [SEP] B [SEP]. B follows A in half of them, and is from another place in the others.
 
-    Documents, int32 (tokens,), that are too short for a pair are joined to the next one, and so is the end of each,
-    which fills no row: of a block only the last tokens, less than a row, are dropped. Where B is from elsewhere, the
-    text after A is not lost: the next row begins with it, as in the original BERT.
+    A document, int32 (tokens,), that is too short for a pair is joined to the next one. The end of a document that
+    fills no row continues in the next document: only at the end of a block is less than a row dropped. Where B is from
+    another place, the next row begins with the text after A, as in the original BERT.
     """
     block: list[np.ndarray] = []
     size = number = 0

@@ -1,4 +1,4 @@
-"""Words as WordPiece numbers, and sentences of words as windows that fit into a row."""
+"""Words as WordPiece ids, and sentences of words as windows that fit into a row."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,9 +8,9 @@ KNOWN_WORDS = 200_000  # whose pieces are kept in memory
 
 
 class Pieces:
-    """Words as lists of WordPiece numbers. A word that was tokenized before is looked up.
+    """Words as lists of WordPiece ids. A word that was tokenized before is looked up.
 
-    At most `most` words are kept in memory, at about 0.6 kB each: a large file to predict never runs out of new words.
+    At most `most` words are kept in memory, at about 0.6 kB each, because a large file never runs out of new words.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int = KNOWN_WORDS):
@@ -20,11 +20,11 @@ class Pieces:
     def of(self, words: Sequence[str]) -> list[list[int]]:
         """The pieces of each word, at least one."""
         if len(self.known) > self.most:
-            self.known.clear()  # the common words are back soon
+            self.known.clear()  # common words are soon looked up again
         new = [word for word in dict.fromkeys(words) if word not in self.known]
         if new:
             found = self.tokenizer(new, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            # a word of nothing but, say, a joiner between emoji has no piece: it is still a word with a label
+            # a word such as a lone joiner between emoji has no piece, but it still has a label
             self.known.update(
                 (word, ids or [self.tokenizer.unk_token_id]) for word, ids in zip(new, found, strict=True)
             )

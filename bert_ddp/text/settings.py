@@ -1,4 +1,4 @@
-"""Everything that the token rows follow from, checked; the name of a cache folder is a digest of it."""
+"""All settings that the token rows depend on, checked. The name of a cache folder is a digest of them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ Stamp = tuple[str, int, int]  # a file's path, size in bytes, and time of change
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the rows follow from, as plain JSON has it."""
+    """All that the rows depend on, as JSON types."""
 
     format: int
     corpus: list[str]
@@ -37,11 +37,11 @@ class Settings:
 
     @property
     def key(self) -> str:
-        """Twelve hex digits, other ones for other settings."""
+        """Twelve hex digits that identify these settings."""
         return blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6).hexdigest()
 
     def is_held_out(self, number: int) -> bool:
-        """Does document (or row) `number` belong to the held-out part? Independent of seeds and layouts."""
+        """True if document (or row) `number` is held out. Does not depend on seeds and layouts."""
         assert self.held_out is not None
         return derive_seed(0, "held out", number) < self.held_out * 2**63
 
@@ -56,9 +56,7 @@ def settings_of(options: CorpusOptions, init_from: str | None) -> Settings:
     shards = _are_shards(names, files)
     vocab = options.vocab or init_from
     if shards and not vocab:
-        raise UserError(
-            f"--corpus {files['corpus'][0]} holds numbers of words: give the --vocab that they were made with"
-        )
+        raise UserError(f"--corpus {files['corpus'][0]} holds token ids: give the --vocab that they were made with")
     if options.masking == "stored" and not shards:
         raise UserError("--masking stored takes its masks from HDF5 shards, but --corpus names text: use dynamic")
     if options.sequence_length and options.sequence_length < SHORTEST:
@@ -82,7 +80,7 @@ def settings_of(options: CorpusOptions, init_from: str | None) -> Settings:
 
 
 def _are_shards(names: dict[str, list[str]], files: dict[str, list[Path]]) -> bool:
-    """Do both flags name HDF5 shards? Raises UserError where they name both shards and text."""
+    """True if the flags name HDF5 shards. Raises UserError if they name both shards and text."""
     found = files["corpus"] + files["held_out_corpus"]
     shards = sources.is_hdf5(found)
     for name, flag in FLAGS.items():

@@ -123,7 +123,7 @@ def _table_rows(
     original = unmask(ids, positions, np.where(listed, labels, 0))
     result = columns(original, special, piece[LABELS], second, length)
     if most is not None:
-        # a step whose rows have no masks would have no loss: a division by zero
+        # a step without masked tokens would divide its loss by zero
         no_mask = "no token is masked: give shards with masks, or --masking dynamic"
         _refuse(path, start, ~listed.any(axis=1), no_mask)
         fill = ((0, 0), (0, most - positions.shape[1]))
@@ -165,7 +165,7 @@ def _refuse(path: Path, start: int, wrong: Any, what: str) -> None:
 def write(path: Path, batches: Iterable[dict[str, np.ndarray]]) -> int:
     """Write one shard from batches of the six arrays above. Returns its rows.
 
-    It is made in memory: HDF5 cannot close a file whose disk is full, and ends the process with a segmentation fault.
+    It is built in memory: on a full disk HDF5 cannot close a file, and crashes with a segmentation fault.
     """
     rows = 0
     image = io.BytesIO()

@@ -17,9 +17,9 @@ ROWS_TO_LOOK_AT = 1000
 
 
 def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
-    """The files that the names given to a flag mean, in a fixed order; data sets by name (`hf:...`) are not files.
+    """The files that the names given to a flag stand for, in a fixed order; data sets by name (`hf:...`) are not files.
 
-    A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError where a name means no file.
+    A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError if a name matches no file.
     """
     files: list[Path] = []
     for name in corpus:
@@ -55,12 +55,12 @@ def _data_set(name: str) -> tuple[str, str | None, str]:
 
 
 def is_no_file(name: str) -> bool:
-    """Does this name mean text that is not found by a path, such as `hf:...`?"""
+    """True for a name that is not a path, such as `hf:...`."""
     return name.startswith("hf:") or name == PYTHON_DOCS
 
 
 def is_hdf5(files: list[Path]) -> bool:
-    """Are these HDF5 shards instead of text? Raises UserError for a mixture."""
+    """True if these are HDF5 shards and not text. Raises UserError for a mixture."""
     shards = [file for file in files if file.suffix in HDF5_SUFFIXES]
     if shards and len(shards) < len(files):
         other = next(file for file in files if file.suffix not in HDF5_SUFFIXES)
@@ -102,7 +102,9 @@ def _blocks(lines: Iterable[str]) -> Iterator[str]:
 def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
     """The lines of a file; one that is longer than the limit comes in several pieces."""
     wrong = f"--corpus {file}, line {{}} is not UTF-8 text: convert it, or leave it out"
-    decoder = codecs.getincrementaldecoder("utf-8")()  # the limit may cut a character in two: it keeps the first part
+    decoder = codecs.getincrementaldecoder(
+        "utf-8"
+    )()  # the limit may cut a character in two: the decoder keeps its first part
     try:
         with file.open("rb") as stream:
             number = 1
@@ -132,8 +134,8 @@ def _python_docs() -> Iterator[str]:
 
 
 def _from_datasets(name: str) -> Iterator[str]:
-    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. Its rows are lines where some are blank
-    (wikitext), and whole documents otherwise."""
+    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. If some rows are blank, rows are lines
+    (wikitext); otherwise they are whole documents."""
     import datasets  # here, because the flags' defaults come from this file, and --help must not wait for it
 
     path, config, split = _data_set(name)
@@ -149,7 +151,7 @@ def _from_datasets(name: str) -> Iterator[str]:
     kind = getattr(rows.features["text"], "dtype", "of several values")
     if kind not in ("string", "large_string"):
         raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
-    # A row without a value (null) is no text, and no sign that rows are lines.
+    # A row without a value (null) has no text, and does not mean that rows are lines.
     if any(text is not None and not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
         yield from _blocks(line for row in rows for line in (row["text"] or "").splitlines() or [""])
     else:

@@ -1,6 +1,6 @@
 """The table of token rows: its columns, and the Arrow file that holds them.
 
-    input_ids         [L]    numbers of words, without padding unless HDF5 shards bring some
+    input_ids         [L]    token ids, without padding unless HDF5 shards have some
     length                   where the padding begins
     second                   where the second segment begins; `length` where there is none
     maskable                 how many tokens may be masked; with stored masks, how many are
@@ -65,7 +65,7 @@ class TableWriter:
     """Appends rows to one Arrow file that `datasets.Dataset.from_file` reads, in the smallest types that fit."""
 
     def __init__(self, path: Path, vocab_size: int, rows: Rows):
-        """`rows` shows the columns and their widths; it is not written yet."""
+        """`rows` gives the columns and their widths; it is not written."""
         self.rows, self.padded, self.length = 0, False, rows["input_ids"].shape[1]
         word = "uint16" if vocab_size <= 1 << 16 else "int32"
         kinds = {"input_ids": word, "masked_labels": word, "next_label": "int8"}

@@ -13,7 +13,7 @@ from bert_ddp.text.settings import Settings
 from bert_ddp.text.table import Rows
 
 TOGETHER = 512  # documents tokenised at once
-TOGETHER_CHARACTERS = 1 << 22  # of them; beyond that no further document is added, because encodings need much memory
+TOGETHER_CHARACTERS = 1 << 22  # in them; beyond that no further document is added, because encodings need much memory
 
 
 def rows_of_text(

@@ -25,7 +25,7 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
     except Exception as error:  # the network, the hub and its client raise many kinds
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"--vocab {name} is no file, no tokenizer's folder and no name that the hub knows ({reason}): "
+            f"--vocab {name} is not a file, a tokenizer's folder or a name on the hub ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
     for token in ("mask", "cls", "sep", "pad", "unk"):
@@ -33,7 +33,7 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
             raise UserError(f"--vocab {name} has no {token} token: give a vocabulary that was made for BERT")
     if not tokenizer.is_fast:
         raise UserError(f"--vocab {name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
-    # A tokenizer.json may hold how it was last used, such as "cut at 128, pad to 128", but rows need the whole text.
+    # A tokenizer.json may contain settings for truncation and padding, but rows need the whole text.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
@@ -86,7 +86,7 @@ def train(texts: Callable[[], Iterable[str]], size: int, lowercase: bool) -> Pre
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The words in the order of their numbers; a number that no word has becomes an empty word."""
+    """The words in the order of their ids; an id without a word gives an empty string."""
     vocabulary = tokenizer.get_vocab()
     words = [""] * (max(vocabulary.values()) + 1)
     for word, number in vocabulary.items():

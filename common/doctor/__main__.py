@@ -24,7 +24,11 @@ def flags() -> ArgumentParser:
     group = parser.add_argument_group("doctor")
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     group.add_argument(
-        "--min-rate", type=cli.positive_float, default=500.0, metavar="MBIT", help="Mbit/s that a link must carry"
+        "--min-rate",
+        type=cli.positive_float,
+        default=500.0,
+        metavar="MBIT",
+        help="lowest rate of a link in Mbit/s that is not an error",
     )
     parser.set_defaults(join_timeout=15.0, timeout=10.0)
     cli.may_differ(parser, "json")  # between nodes

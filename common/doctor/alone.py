@@ -16,13 +16,13 @@ from common.launch.options import JoinOptions
 
 @dataclass
 class Alone:
-    """What it has found."""
+    """What a rank has found before it joins."""
 
     join: JoinOptions  # without an interface that cannot work, so that the nodes can still meet
     facts: dict  # of the node; empty on all but its first rank
     device: torch.device
     backend: str
-    usable: bool = True  # False: this rank cannot train, and takes part on the CPU as far as that goes
+    usable: bool = True  # False: this rank cannot train, and takes part in the examination on the CPU
     findings: list[Finding] = field(default_factory=list)
 
     def note_unusable(self, where: str, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks exchange what they have found, without a process group: on the store of the join."""
+"""How the ranks exchange what they have found: on the store of the join, without a process group."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ LEAVE_SECONDS = 3.0
 
 
 class Board:
-    """One rank's access to it. No rank waits for long for one that does not answer."""
+    """One rank's access to the exchange. A rank that does not answer in time is left out."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store):
         self.rank, self.world_size, self.store = rank, world_size, dist.PrefixStore("doctor", store)
@@ -37,7 +37,7 @@ class Board:
         return posts
 
     def barrier(self, stage: str, ranks: Iterable[int], seconds: float) -> None:
-        """Wait until all of `ranks` have come here, at most `seconds`. Each of them must call this."""
+        """Wait until all of `ranks` have called this, at most `seconds`. Each of them must call this."""
         self.store.set(f"{stage}/{self.rank}", "")
         self._wait(stage, ranks, seconds)
 

@@ -35,7 +35,7 @@ def judge_interfaces(
             continue
         known = [name for name in addresses if name == value or (source.startswith("NCCL") and name.startswith(value))]
         if not known and "," not in value:
-            findings.append(Finding("error", where, f"{source} is {value}, which is no interface here", fix))
+            findings.append(Finding("error", where, f"{source} is {value}, but this node has no such interface", fix))
         elif nodes > 1 and known and all(_only_loopback(addresses[name]) for name in known):
             findings.append(Finding("error", where, f"{source} is {value}, which reaches this machine only", fix))
     return findings

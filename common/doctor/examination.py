@@ -1,4 +1,4 @@
-"""The examination of a cluster: its stages, in order, and the report at the end, also when a stage fails or hangs."""
+"""The examination of a cluster: runs its stages in order and prints the report, even if a stage fails or hangs."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
-LOOK_SECONDS = 12.0  # for a node or a rank to look at itself
+LOOK_SECONDS = 12.0  # for a node or a rank to examine itself
 JOIN_SPARE_SECONDS = 8.0  # beyond --join-timeout
 SPARE_SECONDS = 2.0  # from the end of a wait to the limit of its stage
 CONNECT_PART = 0.9  # of --timeout: at --timeout the join itself would end the process, without our report
@@ -55,7 +55,7 @@ def examine(worker: Worker, args: Namespace) -> None:
 
 
 class Examination:
-    """One rank's part. `report` grows from stage to stage, so that it can be shown whenever a stage fails."""
+    """One rank's part of it. `report` grows from stage to stage, so that it can be shown whenever a stage fails."""
 
     def __init__(self, worker: Worker, options: Options, output: TextIO):
         self.worker, self.options, self.output = worker, options, output
@@ -66,7 +66,7 @@ class Examination:
         self.places: dict[int, str] = {}  # rank -> node, once the ranks have joined
 
     def run(self) -> None:
-        """Run the stages, as far as each allows the next."""
+        """Run the stages. Stop where one makes the next impossible."""
         try:
             self._run_stages()
         except RuntimeError as error:
@@ -96,7 +96,7 @@ class Examination:
             self._test_collectives(self.board, joined, mine)
 
     def _join(self, mine: Alone) -> Joined | None:
-        """Join as the trainers do. A failure becomes a finding, with what is wrong on this node, and gives None."""
+        """Join as the trainers do. On failure, add findings about the error and about this node, and return None."""
         try:
             opened = open_store(self.worker, mine.join)
             problem = self.worker.layout.problem
@@ -175,12 +175,12 @@ class Examination:
 
     @contextlib.contextmanager
     def _stage(self, stage: str, seconds: float) -> Iterator[None]:
-        """End this process, with the report, when the body takes longer: on a cut link a store blocks for minutes."""
+        """Print the report and end this process if the body takes longer: on a cut link a store blocks for minutes."""
 
         def report_hang() -> None:
             silent = " and ".join(self.board.waiting_for if self.board else []) or "this rank"
             problem = f"{stage} did not end: {silent} did not answer in time"
-            fix = "is that process alive, and does the link to it work? See what the other nodes say"
+            fix = "is that process alive, and does the link to it work? See the output of the other nodes"
             self.report.findings.append(Finding("error", self.here, problem, fix))
             self._show()
 

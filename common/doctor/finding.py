@@ -17,7 +17,7 @@ class Finding:
 
 
 def from_error(where: str, error: BaseException) -> Finding:
-    """The finding for an exception. The messages of our own end in ": how to fix it"."""
+    """The finding for an exception. Messages of an ExplainedError end in ": how to fix it"."""
     text = str(error).strip() or type(error).__name__
     if not isinstance(error, ExplainedError):
         return Finding("error", where, text.splitlines()[0], "see the message; it comes from torch or the driver")

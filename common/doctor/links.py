@@ -1,5 +1,4 @@
-"""Plain TCP between two nodes: does it connect, how long does a message take, what rate does it carry, and do the
-clocks agree?
+"""A test of plain TCP between two nodes: whether it connects, its latency and rate, and how far the clocks differ.
 
 Each node listens at the address that gloo and NCCL will use, on a port that the system chooses, as they do. So this
 finds in two seconds what a process group finds in minutes: a wrong interface, a firewall, a slow link.
@@ -101,7 +100,7 @@ class Connection:
         return round_trip, clock - (sent + round_trip / 2)
 
     def _send(self, size: int) -> tuple[float, float]:
-        """Send so many bytes. Returns the seconds until the answer, and the other side's clock."""
+        """Send `size` bytes. Returns the seconds until the answer, and the other side's clock."""
         began = time.perf_counter()
         self.socket.sendall(NUMBER.pack(size))
         for offset in range(0, size, len(CHUNK)):

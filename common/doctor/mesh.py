@@ -20,9 +20,9 @@ MOST_THREADS = 64
 
 
 def serve(worker: Worker, joined: Joined, mine: Alone) -> Server | None:
-    """Open this node's end of the test at the address that gloo and NCCL will use, and note it in `mine.facts`.
+    """Start this node's link test server at the address that gloo and NCCL will use, and note it in `mine.facts`.
 
-    Where that fails, it becomes a finding, and there is no server.
+    On failure, add a finding and return None.
     """
     endpoint = mine.facts["endpoint"] = _endpoint(worker, joined)
     address, interface = endpoint["address"], endpoint["interface"]
@@ -53,8 +53,8 @@ def measure(rank: int, endpoints: dict[int, dict], board: Board) -> list[dict]:
     the time did not suffice; or from, to, port and error.
 
     In round k every node sends to the k-th node after it, as in a ring all-reduce: each sends to one and receives
-    from one. Latencies come before, while no link is loaded, and from all links at once, so that the connections
-    that time out cost their time once.
+    from one. Latencies come before, while no link is loaded, and from all links at once, so that several timeouts
+    take no longer than one.
     """
     until = time.monotonic() + MEASURE_SECONDS
     links = {other: {"from": rank, "to": other, "port": endpoints[other].get("port")} for other in endpoints}

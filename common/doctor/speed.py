@@ -58,8 +58,8 @@ def all_reduce_times(
     """Rows of bytes, ms and gb_per_second: the size of the buffer that is summed, the time of the slowest rank, and
     their ratio. Every rank must call this.
 
-    A size that would not fit in the budget has ms None, and expected_ms instead. All ranks take the same decisions,
-    because all of them go by the slowest rank's time.
+    A size that would not fit in the budget has ms None, and expected_ms instead. All ranks decide the same,
+    because they all use the slowest rank's time.
     """
     rows, spent, expected = [], 0.0, 0.0
     for size, following in zip(sizes, (*sizes[1:], 0), strict=True):

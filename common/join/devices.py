@@ -1,4 +1,4 @@
-"""Which device a worker computes on, which backend connects it, and how it uses a CPU well."""
+"""The device and the backend of a worker, and settings for CPUs."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def choose_device(worker: Worker) -> torch.device:
-    """This worker's CPU or GPU, made the current one. Raises UserError where CUDA does not see that GPU."""
+    """Return this worker's CPU or GPU, as the current device. Raises UserError if CUDA does not see that GPU."""
     if worker.device_type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, _usable_cores() // worker.local_world_size))
@@ -49,7 +49,7 @@ def choose_backend(worker: Worker, wanted: str = "auto") -> str:
 
 
 def check_interface(wanted: str | None) -> None:
-    """Raises UserError where this machine has no interface of the name that --interface gives."""
+    """Raise UserError unless this machine has the interface that --interface names."""
     if wanted and wanted not in network.local_addresses():
         names = ", ".join(network.local_addresses())
         raise UserError(f"--interface is {wanted}, but {socket.gethostname()} has {names}: name one of these")
@@ -62,8 +62,8 @@ def _usable_cores() -> int:
 def _keep_freed_memory() -> None:
     """Let glibc keep the large blocks that torch frees, for the next tensors of that size.
 
-    By default they go back to the kernel, and the next step gets them again page by page, which takes a tenth to a
-    fifth of its time (docs/benchmarks.md). On GPUs torch keeps its own cache.
+    By default glibc returns them to the kernel, and the next step gets them again page by page, which takes a tenth to
+    a fifth of its time (docs/benchmarks.md). On GPUs torch keeps its own cache.
     """
     if sys.platform != "linux" or any(name.startswith("MALLOC_") for name in os.environ):  # the user has chosen
         return

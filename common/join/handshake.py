@@ -8,9 +8,9 @@ keys of a run that died (torchrun's restarts, a file://), so only processes that
     every rank   answer = add(token/answers);  set(token/answer, entry)
     rank 0       all ranks have answered once, all views agree:  set(token/verdict)
 
-Only rank 0 and the first rank of each node, which speaks for it, poll; the others make a fixed number of requests. So
-the work grows with the number of ranks and no faster. `generation` counts the joins of one job: its members may join
-again later, on the same store.
+On a store that rank 0 serves, only rank 0 and the first rank of each node poll. The others make a fixed number of
+requests, so the total grows linearly with the number of ranks. `generation` counts the joins of one job: its members
+may join again later, on the same store.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from common.join.waiting import Every, poll
 from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
-DOUBT_SECONDS = 1.0  # without a challenge: is this the store of a run that is complete?
-LOCAL_DISK_SECONDS = 6.0  # a file:// that other machines cannot see is given up after this
+DOUBT_SECONDS = 1.0  # between two checks, without a challenge, whether this store's run is complete
+LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file:// that other machines cannot see
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def shake_hands(
 ) -> Verdict:
     """Agree with all other ranks. Every rank must call this.
 
-    Raises UserError on every rank when they do not agree, RunError when one is missing at --join-timeout.
+    Raises UserError on every rank when the views differ, RunError when a rank is missing at --join-timeout.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
     return _Handshake(worker, join, view, join_timeout_seconds).run(store, generation)
@@ -63,7 +63,7 @@ class _Handshake:
         self.worker, self.store, self.view = worker, store, view
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
-        # A rank that neither leads nor speaks for its node can wait for the next key in one request.
+        # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
         self.can_block = worker.local_rank > 0 and not self.store_may_outlive_run
         self.on_local_disk = _advice_for_local_disk(worker)
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
@@ -76,7 +76,7 @@ class _Handshake:
         self.entry = self.store.add("entries", 1)
         self.view["entry"] = self.entry
         self.store.set(f"{self.entry}/view", json.dumps(self.view))
-        # The leader decides at the limit. The others wait a little longer, to hear what it has decided.
+        # The leader decides at the timeout. The others wait a little longer, to read its verdict.
         spare = 0 if self.leader or self.on_local_disk else LINGER_SECONDS
         verdict = poll(self._advance, self.patience_seconds + spare, self._meanwhile)
         if verdict is None and self.leader:
@@ -90,18 +90,18 @@ class _Handshake:
         if problem := verdict.get("problem"):
             raise (RunError if verdict.get("missing") else UserError)(problem, same_on_every_rank=True)
         holder = verdict["views"][self.worker.rank]
-        if holder["entry"] != self.entry:  # this process came while the others were reading the verdict
+        if holder["entry"] != self.entry:  # this process joined while the others were reading the verdict
             raise UserError(claimed_twice(holder, self.view))
         own = dist.PrefixStore(f"run/{self.token}/{generation}", store)
         return Verdict(own, verdict["views"], verdict["master"])
 
     def _advance(self) -> dict | None:
-        """Answer a new challenge; return the verdict when it is there. The leader also does its part."""
+        """Answer a new challenge; return the verdict once it is posted. On rank 0, let the leader advance too."""
         if self.leader:
             self.leader.advance()
         if self.token and (verdict := self._await(f"{self.token}/verdict")):
             return json.loads(verdict)
-        # In a store that outlives its runs the first challenge may be a dying leader's: look for another one.
+        # In a store that outlives its runs the first challenge may be from a run that died: look for a newer one.
         if not self.token or self.store_may_outlive_run:
             challenge = self._await(f"{self.entry}/challenge")
             if challenge and challenge != self.token:
@@ -111,9 +111,9 @@ class _Handshake:
         return None
 
     def _await(self, key: str) -> str:
-        """The value of a key that the leader will set; empty while it is not there, for a rank that polls."""
+        """The value of a key that the leader sets; for a rank that polls, empty while it is not set."""
         if self.can_block:
-            with contextlib.suppress(RuntimeError):  # at the limit
+            with contextlib.suppress(RuntimeError):  # at the timeout
                 self.store.wait([key], timedelta(seconds=self.patience_seconds + LINGER_SECONDS))
         return self._read(key)
 
@@ -130,17 +130,17 @@ class _Handshake:
 
     def _too_late(self, missing: str) -> str:
         fix = self.on_local_disk or "start it, or look at its log"
-        return f"{missing} did not come within {self.patience_seconds:.0f} s (--join-timeout): {fix}"
+        return f"{missing} did not join within {self.patience_seconds:.0f} s (--join-timeout): {fix}"
 
     def _refuse_complete_run(self) -> None:
-        """A store that rank 0 serves lives as long as its run, and a run that is complete takes nobody in."""
+        """Raise UserError if the run on this store, which rank 0 of that run serves, has all its ranks already."""
         if self.token or self.leader or self.store_may_outlive_run:
             return
         if taken := self._read("closed"):
             places = json.loads(taken)
             holder = places.get(str(self.worker.rank))
             raise UserError(
-                f"rank {self.worker.rank} of {place(self.view)} comes to a run that is complete: "
+                f"rank {self.worker.rank} of {place(self.view)} tried to join a run that is complete: "
                 + (f"the rank is held by {holder}" if holder else f"it has ranks 0 to {len(places) - 1}")
                 + f". Another run of ours holds {self.worker.layout.init_method}: "
                 "choose another --master-port on every node",
@@ -149,7 +149,7 @@ class _Handshake:
 
 
 def _advice_for_local_disk(worker: Worker) -> str:
-    """What to do when nobody comes to a file:// on a disk that only this machine sees; empty for any other place."""
+    """How to fix a file:// on a disk that only this machine sees; empty for any other address."""
     url = worker.layout.init_method
     kind = meeting_file.local_file_system(Path(url.removeprefix("file://"))) if url.startswith("file://") else None
     if not kind or worker.layout.nodes == 1:

@@ -10,27 +10,27 @@ from common.join.view import claimed_twice, difference, node_of, place, ranges
 from common.join.waiting import poll
 from common.launch.layout import Worker
 
-LINGER_SECONDS = 4.0  # rank 0 stays this long after a refusal, so that nodes that come late hear it
+LINGER_SECONDS = 4.0  # rank 0 stays this long after a refusal, so that nodes that join late can read it
 
 
 class Leader:
-    """Rank 0 beside its own handshake; see handshake.py for the protocol."""
+    """What rank 0 does besides its own handshake; see handshake.py for the protocol."""
 
     def __init__(self, worker: Worker, store: dist.Store, view: dict):
         self.worker, self.store, self.view = worker, store, view
         self.token = secrets.token_hex(8)
         self.entries = self.answers = 0  # how many of each have been counted
-        self.without_view: set[int] = set()  # entries whose view has not come: its process may have died
-        self.without_entry: set[int] = set()  # answers of which only the number has come
-        self.challenged: dict[int, dict] = {}  # entry -> view, not answered: perhaps of a run that died
+        self.without_view: set[int] = set()  # entries without a view yet: the process may have died
+        self.without_entry: set[int] = set()  # answers without an entry yet
+        self.challenged: dict[int, dict] = {}  # entry -> view, not answered: may be from a run that died
         self.alive: dict[int, dict] = {}  # rank -> view
-        self.heard_by = 0  # living processes, which all read the verdict
-        self.expected = worker.world_size  # how many may come, by the largest world size that one of them has
+        self.heard_by = 0  # processes that have answered: all of them read the verdict
+        self.expected = worker.world_size  # how many processes may join: the largest world size among their views
         self.decided = False
         self.posted_missing = ""
 
     def advance(self) -> None:
-        """Take in new entries and answers, and decide when there is something to decide."""
+        """Process new entries and answers. Decide when all ranks have joined or something is wrong."""
         self._challenge_new_entries()
         self._admit_new_answers()
         if len(self.alive) == self.worker.world_size:
@@ -62,7 +62,7 @@ class Leader:
                 self._admit(view)
 
     def _admit(self, view: dict) -> None:
-        # Rank 0's own problem comes before another's, so that the message does not depend on who comes first.
+        # Report rank 0's own problem first, so that the message does not depend on the order of arrival.
         troubled = next((one for one in (self.view, view) if one["problem"]), None)
         problem = troubled and f"{place(troubled)}: {troubled['problem']}"
         problem = problem or difference(self.view, view)
@@ -74,7 +74,7 @@ class Leader:
         self.alive.setdefault(view["rank"], view)
 
     def _same_gpu(self, view: dict) -> str:
-        """Two ranks that each see one GPU may see the same one, and NCCL's message would not say so."""
+        """A message if another rank has the same GPU, which NCCL's own error would not say; else empty."""
         for other in self.alive.values():
             if view["gpu"] and view["gpu"] == other["gpu"] and view["rank"] != other["rank"]:
                 return (
@@ -84,7 +84,7 @@ class Leader:
         return ""
 
     def missing(self) -> str:
-        """The ranks that have not come, by node where the layout tells: 'node 1 (ranks 8 to 9)'."""
+        """The ranks that have not joined, by node where the layout is known: 'node 1 (ranks 8 to 9)'."""
         absent = [rank for rank in range(self.worker.world_size) if rank not in self.alive]
         sizes = self.worker.layout.gpus_per_node
         if sizes is None:
@@ -98,7 +98,7 @@ class Leader:
         return " and ".join(nodes) or "the last answers"
 
     def decide(self, problem: str | None = None, missing: bool = False) -> None:
-        """Post the verdict: to go on, or why not. Only the first call counts."""
+        """Post the verdict: go on, or the problem. Only the first call counts."""
         if self.decided:
             return
         self.decided = True
@@ -115,10 +115,10 @@ class Leader:
     def _mention_the_dead(self) -> None:
         url = self.worker.layout.init_method
         if url.startswith("file://") and (dead := len(self.challenged) + len(self.without_view)):
-            say(f"{url} also holds {dead} processes of a run that has ended: they are passed over", self.worker.rank)
+            say(f"{url} also holds {dead} processes of a run that has ended: they are ignored", self.worker.rank)
 
     def linger(self, verdict: dict) -> None:
-        """Keep the store until all have read the verdict; after a refusal also a while for those still to come."""
+        """Wait a limited time until all have read the verdict; after a refusal also for those still to join."""
 
         def all_have_heard() -> bool:
             everyone = self.heard_by >= self.expected or not verdict["problem"]

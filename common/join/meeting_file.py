@@ -1,4 +1,4 @@
-"""The file of `file://`, where the ranks of a job meet instead of at an address: can it work?"""
+"""Checks of the file of `file://`, where the ranks of a job meet instead of at an address."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (
 
 
 def check(url: str) -> Path:
-    """The path of file:///PATH, where a file can be made, or one that torch's FileStore wrote. Raises UserError."""
+    """The path of file:///PATH. Raises UserError unless a file can be created there, or torch's FileStore wrote it."""
     path = Path(url.removeprefix("file://"))
     says = f"--distributed-init-method is {url}"
     if not path.parent.is_dir():
@@ -34,7 +34,7 @@ def _is_store(path: Path) -> bool:
 
 
 def local_file_system(path: Path) -> str | None:
-    """The kind of file system that holds `path`, such as ext4, where no other machine can see it; None elsewhere."""
+    """The type of the file system that holds `path`, such as ext4, if only this machine can see it; else None."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

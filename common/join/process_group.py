@@ -1,8 +1,8 @@
 """The process group of a job: join, connect, work, leave.
 
-Plain torch waits in silence when anything about a job is inconsistent. Here a store comes first, the handshake on it
-gives every rank the same verdict, and only then are the ranks connected. `join` and `connect` can be entered again on
-the store that is open: that is how the members of a job may change (see docs/exactness.md).
+Plain torch waits in silence when anything about a job is inconsistent. Here the ranks first open a store. The
+handshake on it gives every rank the same verdict, and only then are the ranks connected. `join` and `connect` can be
+called again on the open store, so that the members of a job may change (see docs/exactness.md).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ LEAVE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Group:
-    """A process group that is up: this rank's device, all ranks' views, and ways to wait that say what for."""
+    """A process group that is up: this rank's device, all ranks' views, and ways to wait that print what for."""
 
     worker: Worker
     device: torch.device
@@ -44,10 +44,10 @@ class Group:
 
     @contextlib.contextmanager
     def others_wait(self, what: str) -> Iterator[None]:
-        """Rank 0 runs the body; the other ranks wait on the store until it is done, and skip nothing: they run the
-        body after it, so guard the work with `if worker.is_main`. Every rank must call this.
+        """Rank 0 runs the body first. The other ranks wait on the store and run it afterwards, so guard rank 0's work
+        with `if worker.is_main`. Every rank must call this.
 
-        When rank 0's body fails, or its heartbeat stops for --timeout, all ranks raise the same.
+        When rank 0's body fails, or its heartbeat stops for --timeout, the other ranks raise the same error.
         """
         turn = self._turn(what)
         with turn.heartbeat():
@@ -60,10 +60,10 @@ class Group:
 
     @contextlib.contextmanager
     def first_on_node(self, what: str) -> Iterator[None]:
-        """The first worker of each node runs the body, then the node's others: for downloads and caches. All leave
-        together. Every rank must call this.
+        """The first worker of each node runs the body, then the node's others: for downloads and caches. All ranks
+        leave together. Every rank must call this.
 
-        When one rank fails, or its heartbeat stops for --timeout, all raise the same.
+        When one rank fails, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
         mine = self.views[self.worker.rank]
@@ -81,8 +81,8 @@ class Group:
         """Every rank runs the body, and all leave together: for work that takes one rank far longer than another.
         Every rank must call this.
 
-        The body gets a function to call between long pieces of work: it raises what another rank has announced as
-        failed. When one rank fails, or its heartbeat stops for --timeout, all raise the same.
+        Yields a function to call between long pieces of work: it raises the failure that another rank has announced.
+        When one rank fails, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
         with turn.heartbeat():
@@ -103,7 +103,7 @@ class Group:
 
     @property
     def has_failed(self) -> bool:
-        """Has a failure been announced that this rank knows of?"""
+        """True if this rank knows of an announced failure."""
         return any(turn.failure for turn in self.turns.values())
 
     def _turn(self, what: str) -> Turn:
@@ -129,7 +129,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     try:
         yield group
     except ExplainedError as error:
-        if error.same_on_every_rank and not group.has_failed:  # all have heard of a failure that was announced
+        if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
             before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
         raise
     disconnect(worker, joined)
@@ -138,8 +138,8 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
 
 
 def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str]:
-    """(device, backend, problem). On one of several nodes a mistake becomes the `problem`, which the join tells to
-    all. Raises UserError where this node is the only one."""
+    """(device, backend, problem). On one of several nodes an error becomes `problem`, which the join reports on every
+    node. Where this node is the only one, it is raised as UserError."""
     try:
         if worker.layout.problem:
             raise UserError(worker.layout.problem)
@@ -169,9 +169,9 @@ def join(
     problem: str = "",
     generation: int = 0,
 ) -> Joined:
-    """Agree with all ranks, without connecting them yet. Every rank must call this.
+    """Do the handshake with all ranks, without connecting them yet. Every rank must call this.
 
-    A `problem` of this rank ends the run on every rank, so that nobody waits for one that is not coming. Raises
+    A `problem` of this rank ends the run on every rank, so that no other rank waits for this one. Raises
     UserError or RunError on every rank, as `process_group` does. May be called again on the same store, with the next
     `generation` on every rank.
     """
@@ -200,7 +200,7 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
 
 def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
     """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`."""
-    # The backend has the same timeout and explains more: let it speak first.
+    # The backend has the same timeout and a better error message: this limit is a little longer.
     with limit(options.timeout_seconds + LINGER_SECONDS, worker.rank, "connecting the ranks (--timeout)"):
         dist.init_process_group(
             backend,
@@ -213,8 +213,9 @@ def connect(worker: Worker, options: JoinOptions, device: torch.device, backend:
 
 
 def disconnect(worker: Worker, joined: Joined) -> None:
-    """Destroy the process group once all ranks are done with it: a rank that closed its connections earlier could cut
-    off another one's last collective. Every rank must call this. `join` and `connect` may follow."""
+    """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
+    connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
+    follow."""
     joined.store.add("done", 1)
     poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
     dist.destroy_process_group()
@@ -222,7 +223,7 @@ def disconnect(worker: Worker, joined: Joined) -> None:
 
 
 def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
-    """Rank 0, whose process may hold the store, leaves last: another rank may still be on its way out of a wait."""
+    """Rank 0, whose process may serve the store, leaves last: another rank may still make requests to it."""
     store.add("left", 1)
     if worker.is_main:
         poll(lambda: store.add("left", 0) >= worker.world_size, seconds)

@@ -1,4 +1,4 @@
-"""The store where the ranks meet, opened: rank 0 serves it over TCP, or all share a file, or the launcher serves it."""
+"""Open the store where the ranks meet: rank 0 serves it over TCP, or all share a file, or the launcher serves it."""
 
 import contextlib
 import os
@@ -21,25 +21,25 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
 SAY_EVERY_SECONDS = 4.0
-ANSWER_SECONDS = 4.0  # in which a store answers its first question
+ANSWER_SECONDS = 4.0  # in which a store answers its first request
 CONNECT_SECONDS = 2.0
-HOST = "served by"  # the key under which a run says whose store this is
+HOST = "served by"  # the key whose value says which process serves the store
 WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that answers, and the addresses of the way there."""
+    """A store that answers, and the addresses of the connection to it."""
 
     store: dist.Store
-    own_address: str  # of this node, as far as the way to the master tells
+    own_address: str  # of this node, on the route to the master
     master_address: str  # of the master, as this rank reached it; empty on the rank that serves the store
 
 
 def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     """Open the store at the layout's `init_method`. Waits for the master, at most --join-timeout.
 
-    Raises UserError for an address or port that cannot be right, RunError when the master does not come.
+    Raises UserError for an address or port that cannot be right, RunError when the master does not answer.
     """
     url = worker.layout.init_method
     if url.startswith("file://"):
@@ -51,7 +51,7 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
             f"{worker.layout.meeting[0]} is {host}, which {socket.gethostname()} cannot resolve: "
             "give a name or an address"
         )
-    # A rank 0 that was given another machine's address joins there, where the mistake gets a name: -i 0 typed twice.
+    # A rank 0 with another machine's address (-i 0 typed twice) joins there, and the handshake reports the duplicate.
     if worker.is_main and worker.layout.hosts_store and network.is_local(host):
         return _serve(worker, host, port, options)
     own, master = _wait_for_master(worker, host, port, options.join_timeout_seconds)
@@ -92,7 +92,7 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
 def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | None:
     """The store that is served at host:port; None where something else listens there.
 
-    TCPStore waits without a limit for the first answer of whatever it meets. Hence the thread, which is left behind.
+    TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
     """
     found: list[dist.TCPStore] = []
 
@@ -148,7 +148,7 @@ def _command_for(node: int, address: str, port: int) -> str:
 
 
 def _holder(port: int) -> str:
-    """Who listens on a local port: a run of ours says so itself in its store."""
+    """Who listens on a local port. A run of this project names itself in its store."""
     store = _connect("127.0.0.1", port, ANSWER_SECONDS)
     if store is not None and store.check([HOST]):
         return f"another run of ours ({store.get(HOST).decode()})"

@@ -1,4 +1,4 @@
-"""One piece of work that some ranks do while the others wait: on the store, not in a collective that times out.
+"""A piece of work that some ranks do while the others wait on the store, and not in a collective, which would time out.
 
 turn/WHAT/NUMBER/heartbeat/RANK     counted up each second by every rank that is inside
                 /done/NAME          NAME has done its part
@@ -39,14 +39,14 @@ class Turn:
         self.worker, self.views = worker, views
         self.store = dist.PrefixStore(f"turn/{name}", store)
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
-        self.failure: dict | None = None  # this rank's, or one that it has heard of
-        self.lock = threading.Lock()  # the heartbeat thread looks for failures too
+        self.failure: dict | None = None  # this rank's, or another's that it has read
+        self.lock = threading.Lock()  # the heartbeat thread polls for failures too
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:
         """Run a heartbeat thread beside the body, because a store does not notice a dead rank as a collective does.
 
-        It also looks for failures: rank 0, which may serve the store, exits soon after one, perhaps while this rank
+        It also polls for failures: rank 0, which may serve the store, exits soon after one, perhaps while this rank
         is still at work.
         """
         stop = threading.Event()
@@ -84,9 +84,9 @@ class Turn:
             raise
 
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
-        """Wait until `name` is done, and say after a while that we wait for `what`.
+        """Wait until `name` is done, and print now and then that this node waits for `what`.
 
-        Raises what another rank has announced as failed, and RunError when one of the ranks `watched` stops its
+        Raises the failure that another rank has announced, and RunError when one of the ranks `watched` has no
         heartbeat for --timeout, or the work takes longer than --work-timeout.
         """
         check_heartbeats = self._heartbeat_checker(watched)
@@ -102,20 +102,20 @@ class Turn:
         with limit(most + LINGER_SECONDS, self.worker.rank, f"the wait for {what} (--work-timeout)"):
             if not poll(lambda: self.store.check([f"done/{name}"]), most, meanwhile):
                 raise RunError(
-                    f"gave up waiting for {what} after {most:.0f} s (--work-timeout): see what that rank or node says"
+                    f"gave up waiting for {what} after {most:.0f} s (--work-timeout): see the log of that rank or node"
                 )
 
     def wait_for_all(self, what: str) -> None:
-        """Wait until every rank has come here. The last one sets a key, so that each rank asks for one key only.
+        """Wait until every rank has called this. The last one sets a key, so that each rank polls one key only.
 
-        Rank 0 watches the heartbeats of all, and they watch rank 0's: what it finds ends its process or is announced.
+        Rank 0 watches all heartbeats and announces a failure; the other ranks watch rank 0's.
         """
         if self.store.add("through", 1) == self.worker.world_size:
             self.store.set("done/all", "")
         self.wait_for("all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
 
     def known_failure(self) -> dict | None:
-        """The failure that this rank knows of, its own or another's. The store counts who has heard of it."""
+        """The failure that this rank knows of, its own or another's. `heard` counts the ranks that know of it."""
         with self.lock:
             if not self.failure and self.store.check(["failed"]):
                 self.failure = json.loads(self.store.get("failed"))
@@ -123,7 +123,7 @@ class Turn:
             return self.failure
 
     def raise_failure(self) -> None:
-        """Raise what another rank has announced as failed, where one has."""
+        """Raise the failure that a rank has announced, if there is one."""
         if failure := self.known_failure():
             kind: type[ExplainedError] = UserError if failure["mistake"] else RunError
             error = kind(failure["message"], same_on_every_rank=True)
@@ -149,6 +149,6 @@ class Turn:
         return check
 
     def _linger(self) -> None:
-        """Rank 0 waits until all ranks have heard of the failure: the store may end with its process."""
+        """Rank 0 waits until all ranks know of the failure: the store may end with its process."""
         if self.worker.is_main:
             poll(lambda: self.store.add("heard", 0) >= self.worker.world_size, LINGER_SECONDS)

@@ -1,4 +1,4 @@
-"""How everything in the join waits: with a limit, in one place."""
+"""How all code of the join waits: always with a limit."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from common.errors import RunError
 
 Found = TypeVar("Found")
 FIRST_PAUSE_SECONDS = 0.01
-PAUSE = 0.15  # of the time that has passed: a long wait may notice its end a little later, and asks less often
+PAUSE = 0.15  # of the time waited so far: the longer the wait, the less often it polls
 
 
 def _nothing(elapsed_seconds: float) -> None:
@@ -41,7 +41,7 @@ def poll(
 
 
 class Every:
-    """True once in so many seconds: for lines that must not come too often."""
+    """True at most once in `seconds` seconds: for lines that must not be printed too often."""
 
     def __init__(self, seconds: float):
         self.seconds, self.last = seconds, time.monotonic()
@@ -55,7 +55,7 @@ class Every:
 
 @contextlib.contextmanager
 def limit(seconds: float, rank: int, what: str, before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End this process, with one line, when the body takes longer. For calls into torch that may never return.
+    """End this process, with one line, if the body takes too long: for calls into torch that may never return.
 
     A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
     never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far.

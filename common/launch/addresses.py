@@ -29,8 +29,8 @@ def free_port() -> int:
 
 
 def meeting(flags: LayoutFlags, environ: Mapping[str, str], host: str, port: int) -> str:
-    """Where the processes meet. Flags come before the environment, and that before `host` and `port`, which the
-    launcher itself knows; port 0 means any free one. Raises UserError for a URL that cannot be."""
+    """The address where the processes meet. Flags take precedence over the environment, and the environment over the
+    launcher's `host` and `port`. Port 0 means any free port. Raises UserError for an invalid URL."""
     url = flags.distributed_init_method
     if url:
         if address := typed(flags, {"master_addr": "--master-addr", "master_port": "--master-port"}):
@@ -67,6 +67,6 @@ def _meeting_of_url(url: str, environ: Mapping[str, str]) -> str:
 
 
 def job_port(job: int, step: int = 0) -> int:
-    """A port from 15000 to 31380, below the ephemeral ports. A thousand jobs in a row, and the first 16 steps of
-    each, get different ones."""
+    """A port from 15000 to 31380, below the ephemeral ports. 1,000 consecutive jobs, and the first 16 steps of
+    each, get different ports."""
     return 15000 + (job * 16 + step) % 16381

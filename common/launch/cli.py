@@ -1,12 +1,12 @@
-"""The flags that all trainers share, in groups, and the records that are made of them. Imports no torch.
+"""The flags that all trainers share, in groups, and the option records built from them. Imports no torch.
 
-Each flag belongs to three questions, and the answer to the last two is "yes" unless the parser says otherwise:
+Every flag answers three questions. The answer to the last two is "yes" unless the parser says otherwise:
 
     which group of --help        add_batch_flags, add_training_flags, ...
     same on every node?          the join compares it, unless `may_differ` names it
     same in a resumed run?       a checkpoint compares it, unless `may_change` names it
 
-So a flag that somebody adds is compared everywhere until they say that it need not be.
+So a new flag is compared everywhere until its author says that it need not be.
 """
 
 import argparse
@@ -35,11 +35,11 @@ MAY_CHANGE = {
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "eval_batch", "max_steps", "precision", "compile"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
 }
-NOT_FLAGS = {"may_differ", "may_change"}  # what `set_defaults` adds for this module
+NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows descriptions as they are written, and a default where there is one."""
+    """Keeps the line breaks of descriptions, and shows a flag's default where it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default in (None, False, argparse.SUPPRESS)
@@ -47,7 +47,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the layout flags. It takes no abbreviations, so that `--step` cannot come to mean `--max-steps`."""
+    """A parser with the layout flags. Abbreviations are off: `--step` is an error, and not `--max-steps`."""
     result = argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
     add_layout_flags(result)
     result.set_defaults(may_differ=MAY_DIFFER, may_change=MAY_CHANGE)
@@ -55,16 +55,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def may_differ(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Let these flags differ between nodes, such as paths. Compare what they lead to with `Group.agree`.
+    """Do not compare these flags, such as paths, between the nodes. Compare what they point to with `Group.agree`.
 
-    They may change in a resumed run too: what they lead to is in the checkpoint's identity.
+    They may also change in a resumed run: the checkpoint's identity covers what they point to.
     """
     parser.set_defaults(may_differ=parser.get_default("may_differ") | set(names))
     may_change(parser, *names)
 
 
 def may_change(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Let these flags differ between a run and its resumption, because they do not change what is optimised."""
+    """Let these flags change when a run is resumed, because they do not change what is optimised."""
     parser.set_defaults(may_change=parser.get_default("may_change") | set(names))
 
 
@@ -75,12 +75,16 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-i", "--node-rank", type=natural_int, metavar="K", help="this node's number; 0 is the master")
     group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
     group.add_argument("--master-port", type=port, metavar="PORT", help="port of node 0 (29500)")
-    group.add_argument("--interface", metavar="NAME", help="network interface; found by itself when left out")
+    group.add_argument("--interface", metavar="NAME", help="network interface; found automatically when left out")
     group.add_argument(
         "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
     )
     group.add_argument(
-        "--timeout", type=positive_float, default=600.0, metavar="S", help="limit of a collective and of silence"
+        "--timeout",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="limit of a collective, and of a rank without a heartbeat",
     )
     group.add_argument(
         "--work-timeout",
@@ -89,7 +93,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="limit of one rank's own work, such as a download, that the others wait for",
     )
-    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto takes GPUs if there are")
+    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
     group.add_argument(
         "--backend",
         "--distributed-backend",
@@ -102,7 +106,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layout, in HetSeq's and fairseq's words (instead of -n, -g and -i)")
+    group = parser.add_argument_group("layout, with HetSeq's and fairseq's flags (instead of -n, -g and -i)")
     group.add_argument(
         "--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://"
     )
@@ -136,7 +140,7 @@ def add_training_flags(parser: argparse.ArgumentParser, epochs: int, lr: float) 
     group.add_argument(
         "--clip-norm", type=positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
     )
-    group.add_argument("--seed", type=natural_int, default=0, help="weights, order, masks and dropout follow from it")
+    group.add_argument("--seed", type=natural_int, default=0, help="of weights, order, masks and dropout")
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs"
     )
@@ -150,7 +154,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--out-dir", type=Path, metavar="DIR", help="runs/NAME-0001, the next free number, when left out"
     )
     group.add_argument(
-        "--resume", nargs="?", const="auto", metavar="auto|PATH", help="go on from a checkpoint, any layout"
+        "--resume", nargs="?", const="auto", metavar="auto|PATH", help="continue from a checkpoint, on any layout"
     )
     group.add_argument("--save-every", type=positive_int, metavar="S", help="steps between checkpoints (each epoch)")
     group.add_argument("--keep", type=positive_int, default=3, metavar="K", help="checkpoints to keep")
@@ -161,7 +165,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
 
 
-# --- what follows from several flags -----------------------------------------------------------------------------
+# --- values from several flags -----------------------------------------------------------------------------------
 
 
 def check_training(args: argparse.Namespace, layout: Layout) -> None:
@@ -182,7 +186,7 @@ def global_batch(args: argparse.Namespace, world_size: int) -> int:
 
 
 def recipe(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that a resumed run must share with the run before: all that `may_change` does not name."""
+    """The flags that must not change when a run is resumed: all but those in `may_change`."""
     return {name: plain(value) for name, value in vars(args).items() if name not in args.may_change | NOT_FLAGS}
 
 
@@ -192,7 +196,7 @@ def layout_flags(args: argparse.Namespace) -> LayoutFlags:
 
 
 def join_options(args: argparse.Namespace) -> JoinOptions:
-    """How to join, with the flags that must agree between the nodes as a person would type them."""
+    """How to join. `agreed_flags` are those that must be the same on every node, as a person would type them."""
     compared_as_layout = {"gpus", "nodes"}
     unchecked = args.may_differ | NOT_FLAGS | compared_as_layout
     agreed = {name: value for name, value in vars(args).items() if name not in unchecked}
@@ -227,7 +231,7 @@ def shown(value: object) -> str:
 
 
 def plain(value: object) -> Any:
-    """A flag's value as JSON has it."""
+    """A flag's value as a JSON type."""
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return value if isinstance(value, int | float | str | bool | None) else str(value)

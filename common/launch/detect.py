@@ -19,12 +19,12 @@ from common.launch.own_flags import from_node_flags, from_nothing
 from common.launch.slurm import from_slurm
 from common.launch.torchrun import from_torchrun
 
-# Launchers come first, the inner one before the one that may have started it: torchrun under srun, mpirun under srun.
+# Launchers first, and the inner one before the outer one: torchrun or mpirun before the srun that has started it.
 SOURCES = (from_torchrun, from_openmpi, from_mpich, from_slurm, from_hetseq_flags, from_node_flags)
 
 
 def layout_from(flags: LayoutFlags, environ: Mapping[str, str] = os.environ) -> Layout:
-    """The layout that flags and environment ask for: the first source's that applies, else what this machine has.
+    """The layout of the first source that applies to flags and environment, or else all GPUs of this machine.
 
     Raises UserError before any process is started.
     """

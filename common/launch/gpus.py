@@ -37,9 +37,9 @@ def places_here(flags: LayoutFlags, environ: Mapping[str, str]) -> int:
 
 
 def has_one_device_of_its_own(flags: LayoutFlags, environ: Mapping[str, str], local_world_size: int) -> bool:
-    """Does each task see one GPU of its own, as with `srun --gpus-per-task=1`? Its index is then 0, not the local rank.
+    """True where each task sees one GPU of its own (`srun --gpus-per-task=1`). Its index is then 0, not the local rank.
 
-    The join finds two tasks that see the same GPU.
+    If two tasks see the same GPU, the join reports it.
     """
     named = _cuda_visible_devices(environ)
     one_named = named is not None and len(named) == 1 and visible_gpus(environ) == 1

@@ -53,7 +53,7 @@ def from_hetseq_flags(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout 
 
 
 def _counts(flags: LayoutFlags, world_size: int, environ: Mapping[str, str]) -> tuple[int, bool]:
-    """How many of the processes are this node's, and whether this very process is the one to work."""
+    """(number of processes on this node, whether this process is itself the worker)."""
     elsewhere = flags.distributed_init_method or flags.master_addr or flags.distributed_rank
     count = flags.distributed_gpus
     if count is None and flags.distributed_no_spawn:

@@ -1,4 +1,4 @@
-"""A process that an outer launcher has started, and told its place in environment variables."""
+"""The layout of a process that an outer launcher has started, from environment variables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,11 +19,11 @@ def launched_layout(
     nodes: int = 0,
     **fields: Any,
 ) -> Layout:
-    """The layout of such a process.
+    """The layout of a process that `launcher` has started.
 
     `names` are the variables that hold its rank, world size, local rank and local world size. `fields` are further
-    fields of the Layout. A device that is missing on one of several nodes becomes `Layout.problem`, which the join
-    tells to all nodes; they would wait for this one otherwise.
+    fields of the Layout. If a device is missing on one of several nodes, the error becomes `Layout.problem`, which the
+    join reports on every node. The other nodes would otherwise wait for this one.
     """
     rank_name, size_name, local_rank_name, local_size_name = names
     rank, world_size = number(environ, rank_name), number(environ, size_name, minimum=1)
@@ -36,7 +36,7 @@ def launched_layout(
     if not local_rank < local_world_size <= world_size:
         raise UserError(
             f"{local_rank_name} is {local_rank} of {local_world_size} here, but {size_name} is {world_size}: "
-            "a local rank is below the number of processes here, and that is not above the number of all"
+            "the local rank must be below the number of processes here, which must be at most the world size"
         )
     alone = local_world_size == world_size
     problem, first_device = "", local_rank

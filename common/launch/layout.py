@@ -1,4 +1,4 @@
-"""`Layout`: one node's view of the job. `Worker`: one process's place in it. Both are frozen and know no launcher."""
+"""`Layout`: one node's view of the job. `Worker`: one process's place in it. Both are the same for any launcher."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Layout:
     """One node's view of the job: how many processes there are, which of them run here, where they meet."""
 
-    source: str  # what decided, for the log: such as "-n 2 -g 8,2 -i 0" or "torchrun"
+    source: str  # flags or launcher that gave it, for the log: such as "-n 2 -g 8,2 -i 0" or "torchrun"
     world_size: int  # processes in the whole job
     first_rank: int  # of the processes that this command runs
     local_world_size: int  # processes on this node
@@ -19,8 +19,8 @@ class Layout:
     launched: bool = False  # an outer launcher has started this process, which is one of its workers and ends with it
     one_terminal: bool = False  # the launcher shows the lines of all nodes in one place
     init_method: str = ""  # tcp://host:port or file:///path
-    meeting: tuple[str, str] = ("--master-addr", "--master-port")  # who said host and port, for messages
-    problem: str = ""  # a mistake that only this node can see: the join tells it to all, so that nobody waits
+    meeting: tuple[str, str] = ("--master-addr", "--master-port")  # who gave host and port, for messages
+    problem: str = ""  # an error that only this node can see: the join reports it on every node, so that none waits
     hosts_store: bool = True  # rank 0 serves the store; False: the launcher does
     device_type: str = "cpu"  # cuda or cpu
     first_device: int = 0  # device index of the first worker here

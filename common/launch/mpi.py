@@ -23,7 +23,7 @@ def from_openmpi(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | Non
 
 
 def from_mpich(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:
-    """mpiexec of MPICH, or of another MPI whose tasks Hydra starts, such as Intel's."""
+    """mpiexec of MPICH, or of another MPI that starts tasks with Hydra, such as Intel's."""
     by_srun = "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ  # srun --mpi=pmi2
     if "PMI_RANK" not in environ or by_srun:
         return None
@@ -36,7 +36,7 @@ def from_mpich(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:
 def _meeting(
     flags: LayoutFlags, environ: Mapping[str, str], names: tuple[str, str, str, str], option: str, port: int
 ) -> str:
-    """MPI's launchers do not tell where rank 0 is. On one node it is here; on several the user must say it."""
+    """MPI's launchers do not give rank 0's address. On one node it is this host; on several the user must name it."""
     alone = environ[names[3]] == environ[names[1]]
     if not (alone or flags.distributed_init_method or flags.master_addr or environ.get("MASTER_ADDR")):
         raise UserError(

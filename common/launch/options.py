@@ -1,4 +1,4 @@
-"""What the flags say, as small frozen records. Below the trainers' entries nothing sees the whole Namespace."""
+"""Flags as small frozen records, so that functions below `train(worker, args)` do not take the whole Namespace."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """srun with several tasks: this process is one of them.
 
-Only a task of a step has SLURM_STEP_ID: a plain `python` in a batch script has SLURM_PROCID and SLURM_NTASKS too, but
-is alone. Sizes are read from the step's variables, because the job's may describe another heterogeneous part.
+Only a task of a step has SLURM_STEP_ID. A plain `python` in a batch script also has SLURM_PROCID and SLURM_NTASKS, but
+is the only process. Sizes are read from the step's variables, because the job's may describe another part of a
+heterogeneous job.
 """
 
 import re

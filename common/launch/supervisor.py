@@ -23,12 +23,12 @@ from common.launch.layout import Worker
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
 KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
-LOOK_SECONDS = 1.0  # a process that a worker has left behind may hold its sentinel open: look at exit codes too
+LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
 INTERRUPTED = 130  # as shells report SIGINT
 
 
 def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
-    """Run all workers to their end. The first that fails ends the others. Returns its exit code, or 0."""
+    """Run all workers until they end. When one fails, end the others. Returns the first failure's exit code, or 0."""
     try:
         signal.signal(signal.SIGTERM, _raise_interrupt)
         context = _context(target)
@@ -41,11 +41,11 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
 
 
 def _context(target: str) -> BaseContext:
-    """How to start the workers: by fork, with the module in memory already, or afresh."""
-    if sys.platform != "linux":  # Windows has no fork, and macOS' frameworks do not survive one
+    """The context that starts the workers: fork, with the module already imported, or spawn."""
+    if sys.platform != "linux":  # Windows has no fork, and macOS frameworks are not fork-safe
         return multiprocessing.get_context("spawn")
-    # A module that asks at import whether CUDA is available would otherwise start CUDA's driver here, and a process
-    # that was forked after that cannot use it.
+    # A module that asks at import whether CUDA is available would otherwise initialise CUDA here, and a process that
+    # is forked after that cannot use it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     worker.load(target)
     return multiprocessing.get_context("fork")
@@ -87,7 +87,7 @@ def _wait_for_all(processes: list[BaseProcess]) -> int:
 
 
 def _exit_code(process: BaseProcess) -> int:
-    """The worker's exit code. A signal becomes 128 + its number, as in shells, and is worth a line."""
+    """The worker's exit code. A signal becomes 128 + its number, as in shells, and is printed."""
     code = process.exitcode or 0
     if code >= 0:
         return code

@@ -1,4 +1,4 @@
-"""One worker's life in its process: run the trainer's function, turn what went wrong into one line, and exit."""
+"""Run the trainer's function in a worker's process, print an error as one line, and exit."""
 
 import contextlib
 import importlib
@@ -16,11 +16,11 @@ from common.console import say
 from common.errors import ExplainedError, RunError
 from common.launch.layout import Worker
 
-LEAVE_SECONDS = 5.0  # for a rank that has failed to stay until the others have heard of it
+LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks know of the failure
 PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
 
-# what gloo and NCCL say on the survivors when another rank has died
+# parts of the errors that gloo and NCCL raise on the surviving ranks when a rank has died
 LOST_CONTACT = (
     "closed by peer",
     "Connection was likely closed",
@@ -37,7 +37,7 @@ LOST_CONTACT = (
 
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
-    """The function that "module:function" names. Raises RunError where its module cannot be loaded for want of disk."""
+    """The function that "module:function" names. Raises RunError where the import fails with OSError: a full disk."""
     module, _, function = target.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -48,11 +48,11 @@ def load(target: str) -> Callable[[Worker, Namespace], None]:
 def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) -> NoReturn:
     """Call the function `target` with this worker and the flags, and end the process.
 
-    Success is an ordinary exit: `atexit`, profilers and coverage do their work. After a failure beside other ranks
-    the process ends at once, because tearing a process group down may wait for ranks that are gone.
+    After success it exits normally, so that `atexit`, profilers and coverage work. After a failure in a job of several
+    ranks it exits at once, because destroying the process group may wait for ranks that are gone.
     """
     alone = worker.world_size == 1
-    # A supervisor ends its workers with SIGTERM, and so do torchrun and srun: at once. By hand it is like Ctrl-C.
+    # The supervisor, torchrun and srun end workers with SIGTERM: exit at once. If started by hand, treat it as Ctrl-C.
     by_hand = not supervised and not worker.layout.launched
     signal.signal(signal.SIGTERM, signal.default_int_handler if by_hand else signal.SIG_DFL)
     if not by_hand:
@@ -69,7 +69,7 @@ def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) 
 
 
 def _explain(worker: Worker, error: BaseException) -> int:
-    """Print what ended this worker, once per node where all ranks have met the same. Returns the exit code."""
+    """Print the error that ended this worker, once per node if it is the same on every rank. Returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, ExplainedError):
@@ -81,15 +81,15 @@ def _explain(worker: Worker, error: BaseException) -> int:
 
 
 def _last_words(error: BaseException) -> str:
-    """One line for the failure of another rank, and the traceback for one of our own."""
+    """One line if another rank has failed, and the traceback for a failure of this rank."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
-        return f"error: lost contact with another rank: {reason}. See what the other ranks and nodes say."
+        return f"error: lost contact with another rank: {reason}. See the logs of the other ranks and nodes."
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
-    """Let the other ranks hear of the failure, for a limited time, and end this process."""
+    """Run the error's `before_exit` action, for at most LEAVE_SECONDS, and end this process."""
 
     def last_action() -> None:
         with contextlib.suppress(RuntimeError):  # the other ranks, or the store, may be gone
@@ -108,7 +108,7 @@ def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone: a killed supervisor, or a killed torchrun agent."""
+    """End this process when its parent, the supervisor or a torchrun agent, is gone."""
     parent = os.getppid()
 
     def watch() -> None:

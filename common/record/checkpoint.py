@@ -1,4 +1,4 @@
-"""Checkpoints that survive: written aside, synced, renamed; checked when read; good for any layout.
+"""Checkpoints: written to a temporary folder, synced and renamed; verified when read; usable on any layout.
 
     checkpoints/step-00001200/model.safetensors      the weights, without pickle
                               training_state.pt      optimizer, scheduler, scaler; loaded with weights_only=True
@@ -39,7 +39,7 @@ class Checkpoint:
     state: dict[str, Any]
 
     def load_model(self, model: torch.nn.Module) -> None:
-        """Fill `model` with the weights. Raises UserError where they are of another model."""
+        """Fill `model` with the weights. Raises UserError if they belong to another model."""
         try:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its second line
@@ -56,9 +56,9 @@ class Checkpoint:
             fill(part, saved[name])
 
     def require(self, fields: dict[str, Any], prefix: str = "") -> None:
-        """Raise UserError unless the checkpoint was written with these values, as far as it has noted them.
+        """Raise UserError if the checkpoint has another value of a field. A field that it lacks is not compared.
 
-        `prefix` is "--" where their names are flags.
+        `prefix` is "--" where the fields are flags.
         """
         for name, here in fields.items():
             there = self.state.get(name, here)
@@ -66,7 +66,7 @@ class Checkpoint:
                 label = prefix + name.replace("_", "-")
                 raise UserError(
                     f"--resume {self.path}: it was written with {label} {there}, but this run has {here}: "
-                    "resume with the same, or start anew with another --out-dir",
+                    "resume with the same, or start a new run with another --out-dir",
                     same_on_every_rank=True,
                 )
 
@@ -80,10 +80,10 @@ def save(
     write_extra: Callable[[Path], None] | None = None,
     **parts: Any,
 ) -> Path:
-    """Write `folder/step-XXXXXXXX` whole or not at all, point `latest` to it, and drop all but `keep`.
+    """Write `folder/step-XXXXXXXX` completely or not at all, point `latest` to it, and remove all but `keep`.
 
     `parts` are objects with a `state_dict`; `write_extra(path)` may add files, such as a model's config.
-    Only rank 0 calls this. Raises RunError when the disk is full or not writable; what was there stays.
+    Only rank 0 calls this. Raises RunError when the disk is full or not writable; earlier checkpoints stay.
     """
     target = folder / f"step-{step:08d}"
     aside = folder / f".writing-{target.name}-{os.getpid()}"
@@ -100,7 +100,7 @@ def save(
         (aside / STATE).write_text(text)
         for path in [*aside.iterdir(), aside]:
             _sync(path)
-        if target.exists():  # a resumed run that comes to the same step again
+        if target.exists():  # a resumed run that reaches the same step again
             target.rename(folder / f"{REPLACED}{target.name}")
         aside.rename(target)
         _sync(folder)
@@ -114,7 +114,7 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
         _bring_back_replaced(folder)
         raise RunError(
-            f"could not write the checkpoint {target}: {error}; the earlier ones are whole. {free}"
+            f"could not write the checkpoint {target}: {error}; the earlier ones are intact. {free}"
         ) from error
     return target
 
@@ -127,10 +127,10 @@ def _free_space(folder: Path) -> str:
 
 
 def find(path: Path) -> Checkpoint | None:
-    """The newest whole checkpoint at `path`: one checkpoint, a folder of them, or a run's --out-dir.
+    """The newest intact checkpoint at `path`: one checkpoint, a folder of them, or a run's --out-dir.
 
-    A damaged one is named in a line and passed over for the one before. None where there is none at all. Raises
-    UserError where all are damaged, or the one that was named.
+    A damaged one is reported and skipped. Returns None if there is no checkpoint. Raises UserError if all are damaged,
+    or if `path` names a damaged one.
     """
     if (path / STATE).exists() or path.name.startswith("step-"):
         checkpoint, damage = _check(path.resolve())  # `latest` is a link
@@ -140,15 +140,15 @@ def find(path: Path) -> Checkpoint | None:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     _bring_back_replaced(folder)
     latest = latest_name(folder)
-    # The newest first. One beyond `latest` comes last: a run that went back to an earlier checkpoint has left it.
+    # Newest first, but those newer than `latest` last: a run that went back to an earlier checkpoint has left them.
     candidates = sorted(_by_step(folder), key=lambda path: (path.name <= latest, path.name), reverse=True)
     for candidate in candidates:
         checkpoint, damage = _check(candidate)
         if checkpoint:
             return checkpoint
-        say(f"checkpoint {candidate} is damaged ({damage}): passing it over for the one before", rank=0)
+        say(f"checkpoint {candidate} is damaged ({damage}): using the one before", rank=0)
     if candidates:
-        raise UserError(f"--resume {path}: every checkpoint there is damaged: start anew with another --out-dir")
+        raise UserError(f"--resume {path}: every checkpoint there is damaged: start a new run with another --out-dir")
     return None
 
 
@@ -159,7 +159,7 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
             return None, f"it has format {state['format']}, this code reads up to {FORMAT}"
         for name, checksum in state["checksums"].items():
             if _checksum(path / name) != checksum:
-                return None, f"{name} is not what was written"
+                return None, f"the checksum of {name} is wrong"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -174,7 +174,7 @@ def fill(part: Any, state: dict[str, Any]) -> None:
 
 
 def _other_model(path: Path, what: str) -> UserError:
-    return UserError(f"--resume {path}: its weights are of another model: {what}", same_on_every_rank=True)
+    return UserError(f"--resume {path}: its weights belong to another model: {what}", same_on_every_rank=True)
 
 
 def _by_step(folder: Path) -> list[Path]:
@@ -182,7 +182,7 @@ def _by_step(folder: Path) -> list[Path]:
 
 
 def _bring_back_replaced(folder: Path) -> None:
-    """Restore a checkpoint that was moved aside for a new one of the same step, which then never came."""
+    """Restore a checkpoint that was moved aside for a new one of the same step that was never completed."""
     with contextlib.suppress(OSError):  # a folder that cannot be written is still good to read from
         for path in folder.glob(f"{REPLACED}*"):
             original = folder / path.name.removeprefix(REPLACED)
@@ -197,7 +197,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def point_latest(folder: Path, name: str) -> None:
-    """Let `latest` be a link to the checkpoint `name`, or a file with that name where the system has no links."""
+    """Make `latest` a link to the checkpoint `name`, or a file with this name in it where the system has no links."""
     link = folder / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
     try:

@@ -11,7 +11,7 @@ from common.uneven.timer import StepTimer
 
 
 class Clock:
-    """Seconds of training: without evaluation and checkpoints, with those of the run before a resume."""
+    """Seconds of training, without evaluation and checkpoints, including those of the run that this one resumes."""
 
     def __init__(self, earlier_seconds: float = 0.0):
         self.earlier_seconds, self.paused_seconds = earlier_seconds, 0.0
@@ -19,7 +19,7 @@ class Clock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """The time that the body takes does not count."""
+        """Do not count the time that the body takes."""
         began = time.perf_counter()
         yield
         spent = time.perf_counter() - began

@@ -35,7 +35,7 @@ def _latest(name: str) -> Path | None:
 
 
 def _new(name: str) -> Path:
-    """runs/NAME-0001, or the next number; two runs that start together get two."""
+    """runs/NAME-0001, or the next number; two runs that start together get different ones."""
     number = 1
     while True:
         folder = Path("runs") / f"{name}-{number:04d}"

@@ -9,12 +9,12 @@ from common.errors import RunError, UserError
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. A last line that a crash has cut off is left out.
+    """The rows of a metrics.jsonl. A last line that is incomplete after a crash is left out.
 
-    Raises UserError where another line is no row: what it said must not vanish in silence.
+    Raises UserError if any other line is not JSON.
     """
     rows = []
-    lines = path.read_text().split("\n")[:-1]  # after the last line break comes nothing, or a line that was cut off
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line break is empty or incomplete
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
@@ -24,7 +24,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """The metrics.jsonl of a run, open for further rows; also TensorBoard's files where they are wanted."""
+    """The metrics.jsonl of a run, open for appending; with `tensorboard`, also TensorBoard's files."""
 
     def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, tensorboard: bool):
         """Drops rows after `first_step`: a resumed run does those steps again. Raises OSError."""
@@ -56,7 +56,7 @@ class Metrics:
             self.file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
             self.file.flush()
         except OSError as error:
-            raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are whole") from error
+            raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are intact") from error
         if self.board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float):

@@ -7,7 +7,7 @@ from common.record.metrics import read_metrics
 
 
 def plot_curves(metrics: Path, picture: Path) -> None:
-    """Loss, evaluation and time by rank of one metrics.jsonl as a PNG."""
+    """Draw loss, evaluations and time by rank of `metrics`, a metrics.jsonl, into the PNG `picture`."""
     import matplotlib
 
     matplotlib.use("Agg")

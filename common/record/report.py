@@ -1,6 +1,6 @@
-"""The report of a training run: what rank 0 shows and writes about it.
+"""The report of a training run: what rank 0 prints and writes about it.
 
-A report decides nothing: whether a loss is good enough, or broken, is the trainer's business. Two of its methods
+A report decides nothing: the trainer judges whether a loss is good enough, or not finite. Two of its methods
 exchange numbers between the ranks, and their names say so: `open_together` and `exchange`.
 """
 
@@ -26,7 +26,7 @@ from common.uneven.batching import BatchPlan
 from common.uneven.timer import StepTimer
 
 EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
-MOST_STEPS_NOTED = 100  # without an exchange
+MOST_STEPS_NOTED = 100  # between two exchanges
 # of a step's time: its name in "ranks" rows -> in the summary
 TIMES = {"compute": "compute", "communication": "communication", "wait": "waiting"}
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
@@ -53,13 +53,13 @@ class Done:
 
 
 class Report:
-    """The report of one run. Every rank makes one and calls the same methods; rank 0 shows and writes."""
+    """The report of one run. Every rank makes one and calls the same methods; rank 0 prints and writes."""
 
     def __init__(self, group: Group, plan: BatchPlan, timer: StepTimer, options: RunOptions):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
         self.clock = Clock()
         self.noted: list[Noted] = []
-        self.exchange_at = 1  # so many noted steps
+        self.exchange_at = 1  # exchange once this many steps are noted
         self.first_step = self.last_step = self.samples = 0
         self.last_eval: dict[str, float] = {}
         self.sums_ms = dict.fromkeys(TIMES.values(), 0.0)
@@ -68,9 +68,10 @@ class Report:
         self.folder = Path()
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
-        """Open the files of this run and print the header. `facts` are further lines of it, such as the data.
+        """Open the files of this run and print the header. `facts` are further header lines, such as the data.
 
-        A resumed run learns its last evaluation and its seconds of training. Every rank must call this.
+        In a resumed run every rank gets the last evaluation and the seconds of training so far. Every rank
+        must call this.
         """
         self.first_step = self.last_step = first_step
         known: list[Any] = [0.0, {}]
@@ -110,15 +111,15 @@ class Report:
     ) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
-        `loss_sum` is this rank's summed loss, `count` what the sum over all ranks is divided by: the samples of the
-        global batch where it is left out.
+        `loss_sum` is this rank's summed loss, `count` the divisor of the sum over all ranks, by default the samples
+        of the global batch.
         """
         self.timer.end_step()
         self.noted.append(Noted(step, loss_sum, count or self.plan.global_count(step - 1), lr, grad_norm))
 
     @property
     def is_due(self) -> bool:
-        """Is it time for an exchange, about a second after the last? The same answer on every rank."""
+        """True when an exchange is due, about a second after the last; the same on every rank."""
         return len(self.noted) >= self.exchange_at
 
     def exchange(self) -> list[Done]:
@@ -176,7 +177,7 @@ class Report:
             return
         self.terminal.close()
         if self.last_step == self.first_step:
-            say(f"done     nothing was left to do: {self.folder} has its {step} steps", rank=0)
+            say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
             return
         seconds, rate = self.clock.seconds, self.samples / self.clock.seconds_here
         row = {"steps": step, "seconds": round(seconds, 3), "samples_per_second": rate}

@@ -1,4 +1,4 @@
-"""`--resume`: bring every rank to a checkpoint. Rank 0 reads it, so the nodes need no shared disk."""
+"""`--resume`: load a checkpoint on every rank. Rank 0 reads it, so the nodes need no shared disk."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ def resume(
     recipe: dict[str, Any],
     **parts: Any,
 ) -> int:
-    """Bring every rank to the checkpoint that --resume asks for. Returns the optimizer steps done; 0 for none.
+    """Load the checkpoint that --resume asks for on every rank. Returns its optimizer steps, or 0 if there is none.
 
-    Rank 0 reads the checkpoint, checks that it is of the same data (`identity`) and was written with the same flags
-    (`recipe`, which an evaluation alone does not need), and sends the state of `parts` to the other ranks. The weights
+    Rank 0 reads the checkpoint, checks that it was written with the same data (`identity`) and the same flags
+    (`recipe`, which --eval-only does not need), and sends the state of `parts` to the other ranks. The weights
     stay on rank 0: DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises
     UserError on every rank.
     """
@@ -68,7 +68,7 @@ def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
 def broadcast_tree(tree: Any, device: torch.device) -> Any:
     """Rank 0's nested dicts, lists and tensors on every rank. Every rank must call this.
 
-    Tensors travel one at a time, so that no rank needs twice the memory, and arrive on the CPU.
+    Tensors are sent one at a time, so that no rank needs twice the memory, and arrive on the CPU.
     """
     tensors: list[torch.Tensor] = []
 
@@ -99,8 +99,8 @@ def broadcast_tree(tree: Any, device: torch.device) -> Any:
 
 
 def _go_back_to(found: Checkpoint, folder: Path) -> None:
-    """Point `latest` to the checkpoint that this run goes on from. Where the run is killed before its next save, newer
-    checkpoints in its folder must not count."""
+    """Point `latest` to the checkpoint that this run continues from. If the run is killed before its next save, newer
+    checkpoints in its folder do not count."""
     if found.path.parent.resolve() == folder.resolve() and found.path.name != latest_name(folder):
         try:
             point_latest(folder, found.path.name)

@@ -10,7 +10,7 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 class Terminal:
-    """Rank 0's side of the terminal."""
+    """Rank 0's output on the terminal."""
 
     def __init__(self, first_step: int, total_steps: int):
         self.first_step, self.total_steps = first_step, total_steps

@@ -1,4 +1,4 @@
-"""The words of a report: the header of a run, and numbers as a person reads them."""
+"""The text of a report: the header of a run, and numbers as a person reads them."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,11 +1,11 @@
 """The arithmetic of the global batch: which samples of an optimizer step belong to which rank.
 
-The order of samples does not know the layout. With B = global_batch, step s of an epoch owns the slice
+The order of samples does not depend on the layout. With B = global_batch, step s of an epoch owns the slice
 [s*B, (s+1)*B) of the epoch's order, and the ranks cut that slice into contiguous parts by their shares:
 
     global batch 10, shares (4, 4, 2)        | rank 0  | rank 1  |r 2|
                                              | 0 1 2 3 | 4 5 6 7 |8 9|
-    its tail of 4 samples                    | 0 1 | 2 3 |             (rank 2's part is empty)
+    a last step with 4 samples               | 0 1 | 2 3 |             (rank 2's part is empty)
 
 Nothing is padded and nothing repeated. Only the last step of an epoch may hold fewer than B samples.
 """
@@ -21,7 +21,7 @@ import torch
 class BatchPlan:
     """How an epoch of `samples` samples is cut into optimizer steps, and each step into the ranks' parts.
 
-    `step` counts from the start of training, 0 for the first. Shares may change from a step on; the global batch never.
+    `step` counts from the start of training, from 0. Shares may change between two steps; the global batch never does.
     """
 
     samples: int
@@ -39,7 +39,7 @@ class BatchPlan:
         return -(-self.samples // self.global_batch)
 
     def with_shares(self, weights: Sequence[float], from_step: int) -> "BatchPlan":
-        """The plan in which shares follow `weights`, one a rank, from `from_step` on, and earlier steps are unchanged.
+        """A plan whose shares follow `weights`, one a rank, from step `from_step` on; earlier steps keep theirs.
 
         A loader that fetches ahead has cut some steps already: choose a `from_step` that it has not reached.
         """
@@ -47,15 +47,15 @@ class BatchPlan:
         return replace(self, shares_from=(*earlier, (from_step, split(self.global_batch, weights))))
 
     def begin(self, step: int) -> int:
-        """Where step `step` begins in its epoch's order."""
+        """Position of step `step`'s first sample in its epoch's order."""
         return step % self.steps_per_epoch * self.global_batch
 
     def global_count(self, step: int) -> int:
-        """Samples of step `step` over all ranks."""
+        """Number of samples in step `step`, over all ranks."""
         return min(self.global_batch, self.samples - self.begin(step))
 
     def shares_at(self, step: int) -> tuple[int, ...]:
-        """The shares that count for step `step`."""
+        """Each rank's part of a full global batch at step `step`, in samples."""
         return next((shares for first, shares in reversed(self.shares_from) if first <= step), self.shares_from[0][1])
 
     def part(self, step: int, rank: int) -> range:
@@ -70,7 +70,7 @@ class BatchPlan:
         """The sum of `counts` over the samples of each step of an epoch, over all ranks.
 
         `counts` has one number for each sample, such as its labelled tokens; `order` is the epoch's order. Every rank
-        computes it alike, without a collective. It is the `global_count` of a loss that is a mean over tokens.
+        computes the same sums, without a collective. They are the denominators of a loss that is a mean over tokens.
         """
         in_order = torch.as_tensor(counts)[torch.as_tensor(order)]
         return [int(step.sum()) for step in in_order.split(self.global_batch)]
@@ -86,8 +86,8 @@ def plan_batches(samples: int, global_batch: int, world_size: int, weights: Sequ
 def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Cut `total` into whole parts in proportion to `weights`. The parts add up to `total` exactly.
 
-    The method of largest remainders (Hamilton's): each gets its due rounded down, and what is left goes one each to
-    the largest remainders, to the lower index where two are equal.
+    The method of largest remainders (Hamilton's): each part is its due rounded down. The rest is given out one by one
+    to the largest remainders; where two are equal, the lower index comes first.
     """
     scale = total / sum(weights)
     dues = [weight * scale for weight in weights]
@@ -110,7 +110,7 @@ class Sliceable(Protocol):
 
 
 def micro_batches(part: Self, micro_batch: int | None) -> Iterator[tuple[Self, bool]]:
-    """Cut a rank's part of one optimizer step into pieces of at most `micro_batch` samples, with `is_last`.
+    """Yield pieces of at most `micro_batch` samples of a rank's part of one optimizer step, each with `is_last`.
 
     An empty part gives one micro-batch of no rows. Its forward, backward and all-reduce run as always and add exactly
     zero, so that every rank enters each collective once.

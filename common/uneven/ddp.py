@@ -53,10 +53,10 @@ def wrap(
 
 @contextmanager
 def reduce_gradients_if(is_last: bool, model: DistributedDataParallel, timer: StepTimer) -> Iterator[None]:
-    """Use around forward *and* backward of a micro-batch: the ranks' gradients are summed in the last one's backward.
+    """Use around forward *and* backward of a micro-batch. The last one's backward sums the gradients over the ranks.
 
-    Before that they add up on each rank. Forward must be inside, because it is where DDP decides whether the coming
-    backward synchronises. A rank that is alone has nobody to exchange with, and DDP need not copy its gradients.
+    The earlier ones accumulate gradients on each rank. Forward must be inside, because DDP decides there whether the
+    next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
     """
     alone = dist.get_world_size() == 1
     with nullcontext() if is_last and not alone else model.no_sync():

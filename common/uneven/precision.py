@@ -1,4 +1,4 @@
-"""Which numbers the model computes in, and the loss scaling that fp16 needs."""
+"""The precision that the model computes in, and the loss scaling that fp16 needs."""
 
 import math
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """fp32; bf16 and fp16 as autocast over fp32 weights; fp64 for proofs.
 
-    `dtype` is that of weights, gradients and inputs.
+    `dtype` is the type of weights, gradients and inputs.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -24,7 +24,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def autocast(self) -> AbstractContextManager:
-        """Use around the forward pass alone; backward runs in the types that forward chose."""
+        """Use around the forward pass only; backward uses the types that forward chose."""
         return torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -50,4 +50,4 @@ class Precision:
             return
         what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
         fix = "lower --lr, set --clip-norm, or look at the data around that step"
-        raise RunError(f"the {what}: {fix}; the checkpoints before it are whole", same_on_every_rank=True)
+        raise RunError(f"the {what}: {fix}; the checkpoints before it are intact", same_on_every_rank=True)

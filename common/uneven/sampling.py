@@ -26,7 +26,7 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         self.epoch = self.skip_steps = 0
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
-        """Draw the order of epoch `epoch`, and skip the first `skip_steps` steps, which a resumed run has done."""
+        """Use the order of epoch `epoch`, and skip its first `skip_steps` steps, which a resumed run has done."""
         self.epoch, self.skip_steps = epoch, skip_steps
 
     def order(self) -> torch.Tensor:
@@ -50,8 +50,8 @@ class UnevenDistributedSampler(Sampler[list[int]]):
 class EvaluationSampler(Sampler[list[int]]):
     """This rank's contiguous shard of an evaluation set, in batches: every sample on exactly one rank.
 
-    Shards differ by at most one sample, and nothing is repeated to make them equal. Ranks may run different numbers
-    of batches, so evaluate the model itself and not its DDP wrapper: nothing in the loop may be a collective.
+    Shards differ by at most one sample, and nothing is repeated to make them equal. Ranks may have different numbers
+    of batches, so the loop must contain no collective: evaluate the model itself, not its DDP wrapper.
     """
 
     def __init__(self, samples: int, rank: int, world_size: int, batch: int):

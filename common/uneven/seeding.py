@@ -1,4 +1,4 @@
-"""Random numbers that do not know the layout: every seed is derived from what it is used for.
+"""Seeds derived from what they are used for, so that the order of samples does not depend on the layout.
 
 derive_seed(seed, "order", epoch)            the order of samples
 derive_seed(seed, "dropout", step, rank)     dropout: the same layout gives the same bits, resumed or not
@@ -8,7 +8,7 @@ import hashlib
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A seed of 63 bits for one purpose. Different purposes give unrelated numbers; `seed + epoch` would give the same
+    """A seed of 63 bits for one purpose. Different purposes give unrelated numbers; `seed + epoch` would be the same
     for (seed 0, epoch 1) and (seed 1, epoch 0)."""
     text = ":".join(map(str, (seed, *purpose)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -9,7 +9,7 @@ class Sums:
 
     def __init__(self, *names: str, device: torch.device):
         self.names = names
-        # float64 holds counts exactly up to 2**53, and the digits that a float32 sum over a whole data set would lose
+        # float64 is exact for counts up to 2**53, and keeps digits that a float32 sum over a whole data set would lose
         self.values = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def add(self, *amounts: torch.Tensor | float) -> None:

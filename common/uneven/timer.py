@@ -1,4 +1,4 @@
-"""Where each optimizer step's time goes on this rank, measured without making the device wait."""
+"""What this rank spends each optimizer step's time on, measured without synchronising the device."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class StepTimer:
             self.current[name] = time.perf_counter()
 
     def steps(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's items. A step begins when its item is asked for."""
+        """Yield the loader's items. A step begins when its item is requested."""
         items = iter(loader)
         while True:
             self.mark("begin")
@@ -47,7 +47,7 @@ class StepTimer:
         self.current = {}
 
     def forget(self) -> None:
-        """Drop the marks of the step under way."""
+        """Drop the marks of the current step."""
         self.current = {}
 
     def take(self) -> tuple[list[float], list[float]]:

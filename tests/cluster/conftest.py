@@ -1,7 +1,7 @@
 """Real hosts, Slurm, ssh and MPI for the tests in this folder, taken down whatever happens.
 
-Everything lives under one folder and two network namespaces, so a lock keeps a second run out, and what a
-killed run has left is swept away before a new one begins.
+Everything lives under one folder and two network namespaces, so a lock excludes a second run, and what a
+killed run has left is removed before a new one begins.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Hosts:
         script("hosts.sh", "rate", rate)
 
     def processes(self) -> set[int]:
-        """The processes that run on the hosts now, services apart."""
+        """The processes that run on the hosts now, except services."""
         found: set[int] = set()
         for space in ("uneven-a", "uneven-b"):
             done = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
@@ -114,7 +114,7 @@ def needs(*programs: str) -> None:
 
 
 def sweep() -> None:
-    """Take down whatever a run has made, also one that was killed."""
+    """Remove whatever a run has made, even one that was killed."""
     for name in ("slurm.sh", "sshd.sh"):
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             script(name, "stop")

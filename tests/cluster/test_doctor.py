@@ -99,7 +99,7 @@ def test_an_interface_that_does_not_reach_the_others_is_named_with_the_one_that_
 def test_a_cut_link_is_named_on_both_sides(hosts, node):
     hosts.cut()
     first, second = both(hosts, node(0), node(1))
-    assert_named([first], "node 1 (rank 2) did not come")
+    assert_named([first], "node 1 (rank 2) did not join")
     assert_named([second], f"10.77.0.1:{PORT} does not answer")
     assert_named([second], "no network interface is up")
 

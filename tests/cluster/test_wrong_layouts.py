@@ -7,7 +7,7 @@ from tests.cluster.test_launchers import MASTER, PORT, openmpi
 from tests.cluster.test_scripts import HELLO
 from tests.harness import Result
 
-# Ten seconds in a quiet machine; the import of torch alone takes several where many tests run.
+# Ten seconds on a quiet machine; the import of torch alone takes several where many tests run.
 SOON_SECONDS = 30
 CPU = ("--device", "cpu")
 TWO = ("-n", 2, "-g", "2,1", "--master-port", PORT)
@@ -79,7 +79,7 @@ def test_a_file_that_is_not_shared(hosts, tmp_path):
     places = [("nodea", 3, 2, 0), ("nodeb", 3, 1, 2)]
     results = hetseq(hosts, f"file://{tmp_path}/meeting", *places, wrap={"nodeb": private})
     for result, word in zip(results, ["nodea", "nodeb"], strict=True):
-        assert_refused([result], "did not come within", f"is on a disk of {word} alone", "all nodes share", code=1)
+        assert_refused([result], "did not join within", f"is on a disk of {word} alone", "all nodes share", code=1)
 
 
 def test_a_file_of_a_dead_run_is_used_again(hosts, tmp_path):
@@ -90,7 +90,7 @@ def test_a_file_of_a_dead_run_is_used_again(hosts, tmp_path):
     assert (tmp_path / "meeting").stat().st_size > 0
     again = hetseq(hosts, url, *places)
     assert [result.code for result in again] == [0, 0], again
-    assert "of a run that has ended: they are passed over" in again[0].output
+    assert "of a run that has ended: they are ignored" in again[0].output
     assert not (tmp_path / "meeting").exists()
 
 
