@@ -46,7 +46,7 @@ def greet(worker: Worker, args: Namespace) -> None:
     device, backend, problem = choose(worker, options)
     opened = open_store(worker, options)
     store = CountedStore(opened.store)
-    counted = OpenStore(store, opened.own_address, opened.master_address)
+    counted = OpenStore(store, opened.own_address, opened.master_address, opened.leads)
     joined = join(worker, options, counted, device, backend, problem)
     to_join = store.requests
     connect(worker, options, device, backend, joined)

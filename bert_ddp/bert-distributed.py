@@ -48,7 +48,7 @@ def flags() -> ArgumentParser:
     )
     cli.add_output_flags(parser)
     cli.may_differ(parser, *PATHS, "data_workers", "init_from", "config_file")  # between nodes
-    cli.may_change(parser, *SETTINGS, "eval_every", "checkpoint_activations")  # in a resumed run
+    cli.may_change(parser, *SETTINGS, "preset", "eval_every", "checkpoint_activations")  # in a resumed run
     parser.set_defaults(unit="rows", eval_batch=64)
     return parser
 

@@ -1,6 +1,7 @@
 """One line on the terminal, tagged with the rank that prints it. Everything that prints goes through `say`."""
 
 import contextlib
+import os
 import socket
 import sys
 
@@ -21,3 +22,12 @@ def say(text: str, rank: int | None = None, error: bool = False) -> None:
         stream.flush()
         stream.write("".join(f"{tag}{line}\n" for line in text.splitlines()))
         stream.flush()
+
+
+def flush() -> None:
+    """Write out what is buffered. Where the reader of a stream has gone, discard it, so that the exit does not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -21,6 +21,8 @@ def code_fingerprint() -> str:
         path = Path(getattr(module, "__file__", None) or "").resolve()
         below = [folder for folder in folders if path.is_relative_to(folder)]
         # torch creates modules whose files do not exist
+        if "site-packages" in path.parts:
+            continue
         if below and path.suffix == ".py" and path.is_file() and not any(map(path.is_relative_to, libraries)):
             sources[path.relative_to(max(below, key=lambda folder: len(folder.parts))).as_posix()] = path
     digest = hashlib.blake2b(digest_size=6)

@@ -11,7 +11,7 @@ from tests.harness import BERT, FINETUNE, MNIST
 TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed"}
 RECIPES = {
     MNIST: TRAINING | {"label_smoothing"},
-    BERT: TRAINING | {"warmup_steps", "decay_power", "mask_probability", "whole_words", "dropout", "preset"},
+    BERT: TRAINING | {"warmup_steps", "decay_power", "mask_probability", "whole_words", "dropout"},
     FINETUNE: TRAINING | {"warmup", "dropout", "task"},
 }
 REQUIRED = {FINETUNE: ["--task", "ner", "--model", "m", "--data", "d"]}

@@ -7,7 +7,7 @@ AGAIN = """
     from common.join.store import OpenStore
 
     device, backend, _ = choose(worker, group.options)
-    opened = OpenStore(group.store, "127.0.0.1", "" if worker.is_main else "127.0.0.1")
+    opened = OpenStore(group.store, "127.0.0.1", "" if worker.is_main else "127.0.0.1", leads=worker.is_main)
     joined = Joined(dist.PrefixStore("first", group.store), group.views, "127.0.0.1")
     for generation in (1, 2, 3):
         disconnect(worker, joined)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start
+from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start, write_trainer
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -45,6 +45,14 @@ def test_the_same_i_twice_is_named_on_every_node(tmp_path):
     results = refused(tmp_path, node(0, "1,1,1", port), node(1, "1,1,1", port), node(1, "1,1,1", port))
     for result in results:
         assert re.search(r"rank 1 is claimed twice, by .*pid \d+.* and .*pid \d+.*--node-rank", errors([result])[0])
+
+
+def test_rank_0_need_not_be_the_first_of_its_node(tmp_path):
+    environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    flags = ["--device", "cpu", *FLAGS, "--out-dir", tmp_path / "run", "--join-timeout", 15]
+    nodes = [Node(flags, {**environ, "RANK": str(rank), "LOCAL_RANK": str(1 - rank)}) for rank in range(2)]
+    for result in playing(MNIST, nodes, tmp_path).results():
+        assert result.code == 0, result.output
 
 
 def test_another_flag_on_one_node_is_named_on_both(tmp_path):
@@ -145,3 +153,42 @@ def test_an_interface_that_does_not_exist_is_refused_with_the_names_of_those_tha
     (result,) = refused(tmp_path, Node(["-g", 1, "--device", "cpu", *FLAGS, "--interface", "eth99"]))
     assert "--interface is eth99, but" in errors([result])[0]
     assert "lo" in errors([result])[0]
+
+
+TWO_LEADERS = """
+    from common.join.handshake import shake_hands
+    from common.join.view import view_of
+
+    if worker.rank == 0:  # once more, as a process that reached this store with the rank 0 of another host
+        view = view_of(worker, group.options, group.device, group.backend, {"own": "", "master": "x"}, "")
+        view["host"] = "elsewhere"
+    else:
+        view = dict(group.views[1])
+    store = dist.PrefixStore("again", group.store)
+    threads = []
+
+    def join(own_view, leads):
+        try:
+            shake_hands(worker, store, own_view, 10.0, leads)
+        except UserError as error:
+            print(error, flush=True)
+
+    import threading
+
+    threads = [threading.Thread(target=join, args=(view, False))]
+    if worker.rank == 0:
+        threads.append(threading.Thread(target=join, args=(dict(group.views[0]), True)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_a_second_rank_0_that_reaches_the_first_ones_store_is_named_on_every_rank(tmp_path):
+    nodes = nodes_of((1, 1), tmp_path)
+    for given in nodes:
+        given.flags = given.flags[: given.flags.index("--out-dir")]
+    first, second = playing(write_trainer(tmp_path, TWO_LEADERS), nodes, tmp_path).results(timeout=40)
+    assert first.output.count("rank 0 is claimed twice") == 2, first.output
+    assert second.output.count("rank 0 is claimed twice") == 1, second.output

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 
 import psutil
 import pytest
 
-from tests.harness import MNIST, Node, kill, playing, start
+from tests.harness import MNIST, Node, kill, nodes_of, playing, start
 
 LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precision", "fp64")
 
@@ -114,3 +115,31 @@ def test_a_disk_without_room_is_named_in_one_line(kilobytes, message, tmp_path):
     assert result.code == 1
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_node_of_one_rank_that_waits_for_a_frozen_one_can_be_interrupted(number, tmp_path):
+    nodes = nodes_of((1, 1), tmp_path, *LONG)
+    run = playing(MNIST, nodes, tmp_path)
+    frozen, waiting = run.processes
+    try:
+        while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
+            assert frozen.is_alive(), run.logs[0].read_text()
+            time.sleep(0.05)
+        os.kill(frozen.pid, signal.SIGSTOP)
+        time.sleep(1.0)  # the other one now waits in a collective
+        os.kill(waiting.pid, number)
+        waiting.join(10)
+        assert waiting.exitcode == -number
+    finally:
+        for process in run.processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reader_that_goes_away_does_not_make_a_finished_run_fail(ranks, tmp_path):
+    flags = f"-g {ranks} --device cpu --dataset digits --max-steps 2 --out-dir {tmp_path}"
+    command = f"{sys.executable} {MNIST} {flags} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = start("bash", "-c", command, PYTHONUNBUFFERED=None).result()
+    assert result.code == 0, result.output
+    assert len(result.output.splitlines()) == 1, result.output

@@ -114,7 +114,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
                     micro = micro.to(device)
-                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
+                    with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits = model(**micro.inputs()).logits
                             micro_loss = loss_of(logits, micro.labels)

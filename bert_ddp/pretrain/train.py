@@ -108,7 +108,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 count = masked_tokens[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
-                    with reduce_gradients_if(is_last, model, timer):  # one all-reduce a step, in the last backward
+                    with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits, next_logits = model(**micro.inputs)
                             micro_loss = cross_entropy(logits, micro.labels.flatten(), reduction="sum")

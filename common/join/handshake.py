@@ -46,33 +46,34 @@ class Verdict:
 
 
 def shake_hands(
-    worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, generation: int = 0
+    worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool, generation: int = 0
 ) -> Verdict:
     """Agree with all other ranks. Every rank must call this.
 
     Raises UserError on every rank when the views differ, RunError when a rank is missing at --join-timeout.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
-    return _Handshake(worker, join, view, join_timeout_seconds).run(store, generation)
+    return _Handshake(worker, join, view, join_timeout_seconds, leads).run(store, generation)
 
 
 class _Handshake:
     """One rank's side of the handshake."""
 
-    def __init__(self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float):
+    def __init__(self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool):
         self.worker, self.store, self.view = worker, store, view
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
         # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
-        self.can_block = worker.local_rank > 0 and not self.store_may_outlive_run
+        self.can_block = worker.local_rank > 0 and not leads and not self.store_may_outlive_run
         self.on_local_disk = _advice_for_local_disk(worker)
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
         self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
         self.is_time_to_speak, self.is_time_to_doubt = Every(SAY_EVERY_SECONDS), Every(DOUBT_SECONDS)
-        self.leader = Leader(worker, store, view) if worker.is_main else None
+        self.leader = Leader(worker, store, view) if leads else None
         self.entry, self.token = 0, ""
 
     def run(self, store: dist.Store, generation: int) -> Verdict:
+        self._refuse_complete_run()
         self.entry = self.store.add("entries", 1)
         self.view["entry"] = self.entry
         self.store.set(f"{self.entry}/view", json.dumps(self.view))

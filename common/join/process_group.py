@@ -179,7 +179,7 @@ def join(
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
     with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)"):
-        verdict = shake_hands(worker, opened.store, view, seconds, generation)
+        verdict = shake_hands(worker, opened.store, view, seconds, opened.leads, generation)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
@@ -216,10 +216,11 @@ def disconnect(worker: Worker, joined: Joined) -> None:
     """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
     connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
     follow."""
-    joined.store.add("done", 1)
-    poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
-    dist.destroy_process_group()
-    _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
+    with limit(3 * LEAVE_SECONDS, worker.rank, "leaving the process group"):
+        joined.store.add("done", 1)
+        poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
+        dist.destroy_process_group()
+        _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
 
 
 def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:

@@ -34,6 +34,7 @@ class OpenStore:
     store: dist.Store
     own_address: str  # of this node, on the route to the master
     master_address: str  # of the master, as this rank reached it; empty on the rank that serves the store
+    leads: bool  # this rank compares the views of all. One that reached another rank 0 does not, even as rank 0
 
 
 def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
@@ -44,7 +45,8 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     url = worker.layout.init_method
     if url.startswith("file://"):
         path = meeting_file.check(url)
-        return OpenStore(dist.FileStore(str(path), worker.world_size), network.own_address(options.interface), "")
+        shared = dist.FileStore(str(path), worker.world_size)
+        return OpenStore(shared, network.own_address(options.interface), "", leads=worker.is_main)
     host, port = host_and_port(url)
     if not network.resolve(host):
         raise UserError(
@@ -62,7 +64,10 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
             "or --master-addr and --master-port are not those of node 0",
             same_on_every_rank=True,
         )
-    return OpenStore(store, own, master)
+    leads = worker.is_main and not worker.layout.hosts_store  # the launcher serves the store
+    if leads:
+        _name_run(store, worker)
+    return OpenStore(store, own, master, leads)
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
@@ -79,14 +84,19 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
             f"{worker.layout.meeting[1]} {port} on {socket.gethostname()} is held by {_holder(port)}: "
             "choose another port on every node, or end that program"
         ) from None
-    store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
+    _name_run(store, worker)
     own = network.own_address(options.interface) if host in WILDCARDS else network.resolve(host)[0]
     if worker.layout.gpus_per_node and worker.layout.nodes > 1:
         address = own if host in WILDCARDS else host
         for node in range(1, worker.layout.nodes):
             say(f"on node {node} run: {_command_for(node, address, port)}", worker.rank)
     alone = worker.layout.nodes == 1 and not options.interface
-    return OpenStore(store, "127.0.0.1" if alone else own, "")
+    return OpenStore(store, "127.0.0.1" if alone else own, "", leads=True)
+
+
+def _name_run(store: dist.Store, worker: Worker) -> None:
+    """Say whose store this is, for another run that finds the port taken."""
+    store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
 
 
 def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | None:

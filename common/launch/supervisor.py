@@ -41,18 +41,19 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
 
 
 def _context(target: str) -> BaseContext:
-    """The context that starts the workers: fork, with the module already imported, or spawn."""
-    if sys.platform != "linux":  # Windows has no fork, and macOS frameworks are not fork-safe
+    """How to start the workers: by fork, with the module imported already, or as new interpreters that import it."""
+    if sys.platform != "linux":  # Windows has no fork, and macOS' frameworks do not survive one
         return multiprocessing.get_context("spawn")
-    # A module that asks at import whether CUDA is available would otherwise initialise CUDA here, and a process that
-    # is forked after that cannot use it.
+    # A process that has started CUDA's driver cannot be forked. Let torch ask NVML whether there are GPUs instead.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     worker.load(target)
-    return multiprocessing.get_context("fork")
+    torch = sys.modules.get("torch")
+    started_cuda = torch is not None and torch.cuda.is_initialized()  # by a module that uses a GPU when it is imported
+    return multiprocessing.get_context("spawn" if started_cuda else "fork")
 
 
 def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseProcess:
-    return context.Process(target=worker.run, args=(target, place, args, True), name=f"rank {place.rank}")
+    return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
 
 
 def _run_all(processes: list[BaseProcess]) -> int:

@@ -1,7 +1,9 @@
 """Run the trainer's function in a worker's process, print an error as one line, and exit."""
 
 import contextlib
+import errno
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -12,13 +14,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NoReturn
 
-from common.console import say
+from common.console import flush, say
 from common.errors import ExplainedError, RunError
 from common.launch.layout import Worker
 
 LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks know of the failure
 PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 # parts of the errors that gloo and NCCL raise on the surviving ranks when a rank has died
 LOST_CONTACT = (
@@ -37,26 +40,29 @@ LOST_CONTACT = (
 
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
-    """The function that "module:function" names. Raises RunError where the import fails with OSError: a full disk."""
+    """The function that "module:function" names. Raises RunError where there is no disk space for it."""
     module, _, function = target.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
-    except OSError as error:  # torch writes temporary files
+    except OSError as error:
+        if error.errno not in FULL_DISK and "temporary directory" not in str(error):
+            raise
         raise RunError(f"could not load {module}: {error.strerror or error}: make room in TMPDIR or /tmp") from None
 
 
-def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) -> NoReturn:
+def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = None) -> NoReturn:
     """Call the function `target` with this worker and the flags, and end the process.
 
-    After success it exits normally, so that `atexit`, profilers and coverage work. After a failure in a job of several
-    ranks it exits at once, because destroying the process group may wait for ranks that are gone.
+    After success it exits normally, so that `atexit`, profilers and coverage work on a worker that runs in place. After
+    a failure in a job of several ranks it exits at once, because destroying the process group may wait for ranks that
+    are gone. `supervisor` is the pid of the process that started this one, None for a worker that runs in place.
     """
     alone = worker.world_size == 1
-    # The supervisor, torchrun and srun end workers with SIGTERM: exit at once. If started by hand, treat it as Ctrl-C.
-    by_hand = not supervised and not worker.layout.launched
-    signal.signal(signal.SIGTERM, signal.default_int_handler if by_hand else signal.SIG_DFL)
-    if not by_hand:
-        _end_with_parent()
+    signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
+    if supervisor or worker.layout.launched:
+        _end_with_parent(supervisor or os.getppid())
+    elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         load(target)(worker, args)
     except (ExplainedError, KeyboardInterrupt) as error:
@@ -65,6 +71,7 @@ def run(target: str, worker: Worker, args: Namespace, supervised: bool = False) 
         if alone:
             raise  # Python prints the traceback, and a debugger may look at it
         _end_after_failure(_explain(worker, error), error, alone)
+    flush()
     sys.exit(0)
 
 
@@ -101,18 +108,16 @@ def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn
         thread.join(LEAVE_SECONDS)
     if alone:
         sys.exit(code)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent, the supervisor or a torchrun agent, is gone."""
-    parent = os.getppid()
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent, the supervisor or a torchrun agent, is gone. `parent` is its pid."""
+    windows = multiprocessing.parent_process() if os.name == "nt" else None  # whose parent pid never changes
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while windows.is_alive() if windows else os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
         os._exit(1)
 

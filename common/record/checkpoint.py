@@ -42,7 +42,7 @@ class Checkpoint:
         """Fill `model` with the weights. Raises UserError if they belong to another model."""
         try:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
-        except RuntimeError as error:  # a size differs; torch says which in its second line
+        except RuntimeError as error:  # a size differs; torch says which in its last line
             raise _other_model(self.path, str(error).strip().splitlines()[-1].strip()) from None
         if missing:
             raise _other_model(self.path, f"it has no {sorted(missing)[0]}")

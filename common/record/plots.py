@@ -26,7 +26,7 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     # accuracy, F1 and other measures between 0 and 1; perplexity on the same axis would flatten them
     others = {"kind", "step", "epoch", "loss", "count", "training_seconds"}
     found = [name for name in (evals[0] if evals else {}) if name not in others]
-    measures = [name for name in found if all(0 <= row[name] <= 1 for row in evals)]
+    measures = [name for name in found if all(row[name] is not None and 0 <= row[name] <= 1 for row in evals)]
     for name in measures:
         quality.plot([row["step"] for row in evals], [row[name] for row in evals], "o-", label=name)
     quality.set(xlabel="optimizer step", title="Held out")

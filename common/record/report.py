@@ -5,6 +5,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 """
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,8 @@ class Report:
             means = {f"{name}_ms": [round(ms, 3) for ms in part.mean(dim=1).tolist()] for name, part in times.items()}
             self.metrics.write("ranks", self.last_step, shares=self.plan.shares_at(self.last_step - 1), **means)
             for one, row in zip(noted, done, strict=True):
+                if not math.isfinite(row.loss):  # the trainer ends the run here
+                    break
                 if row.step % self.options.log_every == 0:
                     numbers = {"loss": row.loss, "lr": float(one.lr), "grad_norm": row.grad_norm}
                     self.metrics.write("train", row.step, **numbers, samples_per_second=rate)

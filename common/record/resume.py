@@ -48,6 +48,8 @@ def resume(
     if found:
         state = {"step": found.state["step"], "parts": {name: part.state_dict() for name, part in parts.items()}}
     received = broadcast_tree(state, group.device)
+    for buffer in model.buffers():  # not every version of torch sends them when DDP wraps the model
+        dist.broadcast(buffer, src=0)
     if not group.worker.is_main:
         for name, saved in received["parts"].items():
             fill(parts[name], saved)

@@ -33,6 +33,7 @@ def add_start(
             "directory": str(Path.cwd()),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "first_step": first_step,
+            "seed": flags.get("seed"),
             "layout": {"source": layout.source, "world_size": layout.world_size},
             "shares": shares,
             "ranks": [{name: view[name] for name in ("rank", "host", "device")} for view in views],

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo  # optimizers import it at first use; here it is imported before ranks are forked
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +71,11 @@ def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.
     """DDP's communication hook: an all-reduce that sums. Notes when this rank's last gradients are ready."""
     if bucket.is_last():
         timer.mark("ready")
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, async_op=True)
+        .get_future()
+        .then(lambda future: future.value()[0])
+    )
 
 
 class CompiledUnlessEmpty(torch.nn.Module):

@@ -12,7 +12,8 @@ class StepTimer:
 
     `exchange` is the time that the all-reduce adds after this rank's own gradients are ready: the wait for slower
     ranks, and the transfer itself. What overlaps with backward costs nothing and is not counted. Loading counts as
-    compute. `steps` marks begin and end; `ddp.wrap` and `reduce_gradients_if` mark the other two.
+    compute. `steps` marks begin, `end_step` marks end; `ddp.wrap` and
+    `reduce_gradients_if` mark the other two.
     """
 
     def __init__(self, device: torch.device):

@@ -8,6 +8,7 @@ sockets and host are the launcher's; only its parent is another one.
     python -m tests.cluster.warm SOCKET        the server: one on each host, for the whole run
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -56,10 +57,8 @@ def serve(path: str) -> None:
             client = clients.pop(ended[0])
             selector.unregister(client)
             code = os.waitstatus_to_exitcode(ended[1])
-            try:
+            with contextlib.suppress(OSError):  # the client was killed
                 client.sendall(f"{code}\n".encode())
-            except OSError:
-                pass  # killed
             client.close()
 
 
