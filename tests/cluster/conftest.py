@@ -7,11 +7,14 @@ killed run has left is removed before a new one begins.
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -178,6 +181,47 @@ def slurm(hosts: Hosts):
 
     yield slurm_command
     script("slurm.sh", "stop")
+
+
+@dataclass
+class batch_job:
+    """A batch script that is submitted when its result is asked for; `sbatch --wait` would notice its end late."""
+
+    slurm: Callable[..., start]
+    command: tuple[object, ...]
+    log: Path
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def result(self, timeout: float = 110) -> Result:
+        """The job's output and exit code."""
+        began = time.monotonic()
+        options = ("--parsable", f"--output={self.log}")
+        submitted = self.slurm("sbatch", *options, *self.command, **self.environ).result(30)
+        assert submitted.code == 0, submitted.output
+        number = submitted.output.split()[-1]
+        while self.slurm("squeue", "--noheader", "--jobs", number).result(30).output.strip():
+            assert time.monotonic() - began < timeout, self.log.read_text() if self.log.exists() else "no output"
+            time.sleep(0.3)
+        shown = self.slurm("scontrol", "show", "job", number).result(30).output
+        codes = [int(code) for code in re.findall(r"ExitCode=(\d+):", shown)]
+        output = self.log.read_text() if self.log.exists() else ""
+        return Result(max(codes, default=1), output, time.monotonic() - began)
+
+
+@pytest.fixture(scope="session")
+def warm(hosts: Hosts):
+    """The program that stands for `python` where a launcher starts each rank; see warm.py."""
+    servers = []
+    for host in hosts.addresses:
+        servers.append(hosts.on(host, "python", "-m", "tests.cluster.warm", STATE / f"warm-{host}", cwd=ROOT))
+    deadline = time.monotonic() + 60
+    while not all((STATE / f"warm-{host}").exists() for host in hosts.addresses):
+        assert time.monotonic() < deadline and all(server.process.poll() is None for server in servers)
+        time.sleep(0.1)
+    hosts.services |= hosts.processes()
+    yield HERE / "warm-python"
+    for server in servers:
+        server.process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import PYTHON, STATE, needs
+from tests.cluster.conftest import PYTHON, STATE, batch_job, needs
 from tests.harness import BERT, MNIST, ROOT, losses
 
 
@@ -80,9 +80,9 @@ def trainer(model, commands, tmp_path):
 
 
 @pytest.fixture
-def program(trainer):
-    """The same for launchers that look for the program themselves."""
-    return [PYTHON, *trainer[1:]]
+def program(trainer, warm):
+    """The same for launchers that start each rank themselves: with torch imported already."""
+    return [warm, *trainer[1:]]
 
 
 # --- the project's own flags -------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def test_own_flags(gpus, hosts, trains, trainer):
 # --- HetSeq's flags ----------------------------------------------------------------------------------------------
 
 
-def test_hetseq_one_gpu(hosts, trains, trainer):
-    node = hosts.on("nodea", *trainer, *words("--distributed-world-size 1 --device-id 1"))
+def test_hetseq_one_gpu(hosts, trains, program):
+    node = hosts.on("nodea", *program, *words("--distributed-world-size 1 --device-id 1"))
     trains("HetSeq's flags", "1, `--device-id 1`", node)
 
 
@@ -113,11 +113,11 @@ def test_hetseq_one_node(hosts, trains, trainer):
     trains("HetSeq's flags", "4 on one node", hosts.on("nodea", *trainer, *words("--distributed-world-size 4")))
 
 
-def hetseq(hosts, trainer, url: str, gpus: int, first_ranks: list[int], *more: object) -> list:
+def hetseq(hosts, program, url: str, gpus: int, first_ranks: list[int], *more: object) -> list:
     return [
         hosts.on(
             "nodea" if rank < 3 else "nodeb",
-            *trainer,
+            *program,
             *("--distributed-init-method", url, "--distributed-world-size", 4),
             *("--distributed-gpus", 1 if gpus == 3 and rank == 3 else gpus, "--distributed-rank", rank, *more),
         )
@@ -133,8 +133,8 @@ URLS = [f"tcp://{MASTER}:{PORT}", f"file://{STATE}/tmp/meeting"]
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_hetseq_four_nodes(url, hosts, trains, trainer):
-    trains("HetSeq's flags", f"1+1+1+1, `{scheme(url)}`", *hetseq(hosts, trainer, url, 1, [0, 1, 2, 3]))
+def test_hetseq_four_nodes(url, hosts, trains, program):
+    trains("HetSeq's flags", f"1+1+1+1, `{scheme(url)}`", *hetseq(hosts, program, url, 1, [0, 1, 2, 3]))
 
 
 @pytest.mark.parametrize(
@@ -144,25 +144,25 @@ def test_hetseq_four_nodes(url, hosts, trains, trainer):
         (URLS[0], "BERT"),
     ],
 )
-def test_hetseq_uneven(url, hosts, trains, trainer):
+def test_hetseq_uneven(url, hosts, trains, program):
     kind = {"[": "`tcp://`, IPv6", "n": "`tcp://`, host name"}.get(url[6], f"`{scheme(url)}`")
-    trains("HetSeq's flags", f"3+1, {kind}", *hetseq(hosts, trainer, url, 3, [0, 3]))
+    trains("HetSeq's flags", f"3+1, {kind}", *hetseq(hosts, program, url, 3, [0, 3]))
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_hetseq_uneven_without_spawn(url, hosts, trains, trainer):
+def test_hetseq_uneven_without_spawn(url, hosts, trains, program):
     started = [
-        *hetseq(hosts, trainer, url, 3, [0, 1, 2], "--distributed-no-spawn"),
-        *hetseq(hosts, trainer, url, 1, [3], "--distributed-no-spawn"),
+        *hetseq(hosts, program, url, 3, [0, 1, 2], "--distributed-no-spawn"),
+        *hetseq(hosts, program, url, 1, [3], "--distributed-no-spawn"),
     ]
     trains("HetSeq's flags", f"3+1, `{scheme(url)}`, no spawn", *started)
 
 
-def test_env_says_where_to_meet(hosts, trains, trainer):
+def test_env_says_where_to_meet(hosts, trains, program):
     meeting = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(PORT)}
     layout = words("--distributed-init-method env:// --distributed-world-size 4")
-    first = hosts.on("nodea", *trainer, *layout, *words("--distributed-gpus 3 --distributed-rank 0"), **meeting)
-    second = hosts.on("nodeb", *trainer, *layout, *words("--distributed-gpus 1 --distributed-rank 3"), **meeting)
+    first = hosts.on("nodea", *program, *layout, *words("--distributed-gpus 3 --distributed-rank 0"), **meeting)
+    second = hosts.on("nodeb", *program, *layout, *words("--distributed-gpus 1 --distributed-rank 3"), **meeting)
     trains("HetSeq's flags", "3+1, `env://`", first, second)
 
 
@@ -175,23 +175,33 @@ def test_torchrun_standalone(hosts, trains, trainer):
 
 
 @BOTH
-def test_torchrun_static(hosts, trains, trainer):
-    meeting = ["--nnodes", 2, "--master-addr", MASTER, "--master-port", PORT]
+def test_torchrun_static(hosts, trains, program):
+    meeting = ["--no-python", "--nnodes", 2, "--master-addr", MASTER, "--master-port", PORT]
     nodes = [
         hosts.on(
             host,
             *("python", "-m", "torch.distributed.run", *meeting, "--node-rank", number, "--nproc-per-node", processes),
-            *trainer[1:],
+            *program,
         )
         for number, (host, processes) in enumerate([("nodea", 3), ("nodeb", 1)])
     ]
     trains("torchrun", "3+1, static", *nodes)
 
 
-def test_torchrun_c10d(hosts, trains, trainer):
-    meeting = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{MASTER}:{PORT}", "--rdzv-id", "uneven"]
+def test_torchrun_c10d(hosts, trains, program):
+    meeting = [
+        "--no-python",
+        "--nnodes",
+        2,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{MASTER}:{PORT}",
+        "--rdzv-id",
+        "uneven",
+    ]
     nodes = [
-        hosts.on(host, "python", "-m", "torch.distributed.run", *meeting, "--nproc-per-node", processes, *trainer[1:])
+        hosts.on(host, "python", "-m", "torch.distributed.run", *meeting, "--nproc-per-node", processes, *program)
         for host, processes in [("nodea", 3), ("nodeb", 1)]
     ]
     trains("torchrun", "3+1, c10d", *nodes)
@@ -260,8 +270,8 @@ def test_srun_with_a_host_file(slurm, trains, program):
 def test_sbatch(slurm, trains, program, tmp_path):
     script = tmp_path / "job.sbatch"
     command = shlex.join(map(str, program))
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output={tmp_path}/job.log\nsrun -K {command}\n")
-    trains("sbatch", "3+1", slurm("timeout", 100, "sbatch", "--wait", script))
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4\nsrun -K {command}\n")
+    trains("sbatch", "3+1", batch_job(slurm, (script,), tmp_path / "job.log"))
 
 
 MPI_LAYOUTS = pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import PYTHON, STATE, needs
+from tests.cluster.conftest import PYTHON, STATE, batch_job, needs
 from tests.cluster.test_launchers import MASTER, PORT, words
 from tests.harness import MNIST, ROOT, losses
 
@@ -142,11 +142,9 @@ def kill_one_when(ready, hosts) -> None:
 
 def batch(slurm, log: Path, *command: object, **environ: str) -> str:
     """Run a batch script to its end; the job's output."""
-    job = slurm("timeout", 110, "sbatch", "--wait", f"--output={log}", *command, PYTHON=str(PYTHON), **environ)
-    result = job.result()
-    output = log.read_text() if log.exists() else ""
-    assert result.code == 0, result.output + output
-    return output
+    result = batch_job(slurm, command, log, {"PYTHON": str(PYTHON), **environ}).result()
+    assert result.code == 0, result.output
+    return result.output
 
 
 def test_slurm_even(slurm, tmp_path):
