@@ -21,7 +21,7 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
 SAY_EVERY_SECONDS = 4.0
-ANSWER_SECONDS = 4.0  # in which a store answers its first request
+ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wait 5 s for a name server in it
 CONNECT_SECONDS = 2.0
 HOST = "served by"  # the key whose value says which process serves the store
 WILDCARDS = ("0.0.0.0", "::")
@@ -57,7 +57,9 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     if worker.is_main and worker.layout.hosts_store and network.is_local(host):
         return _serve(worker, host, port, options)
     own, master = _wait_for_master(worker, host, port, options.join_timeout_seconds)
-    store = _connect(host, port, options.join_timeout_seconds)
+    # The first rank of a node finds out whether the port is another program's. The others are patient: torch looks up
+    # the name of each connection, and a name server may drop requests when many ranks start at once.
+    store = _connect(host, port, options.join_timeout_seconds if worker.local_rank else ANSWER_SECONDS)
     if store is None:
         raise UserError(
             f"{url} answers, but not as node 0 of a run would: another program holds that port, "
@@ -99,8 +101,8 @@ def _name_run(store: dist.Store, worker: Worker) -> None:
     store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
 
 
-def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | None:
-    """The store that is served at host:port; None where something else listens there.
+def _connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | None:
+    """The store that is served at host:port; None where it does not answer in this time: something else listens there.
 
     TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
     """
@@ -108,13 +110,13 @@ def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore | No
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))
             store.check([HOST])
             found.append(store)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(ANSWER_SECONDS)
+    thread.join(answer_seconds)
     return found[0] if found else None
 
 
