@@ -163,7 +163,7 @@ TWO_LEADERS = """
         view = view_of(worker, group.options, group.device, group.backend, {"own": "", "master": "x"}, "")
         view["host"] = "elsewhere"
     else:
-        view = dict(group.views[1])
+        view = dict(group.views[worker.rank])
     store = dist.PrefixStore("again", group.store)
     threads = []
 
@@ -175,7 +175,8 @@ TWO_LEADERS = """
 
     import threading
 
-    threads = [threading.Thread(target=join, args=(view, False))]
+    if worker.rank < 2:  # rank 2 stays away, so that the run is not complete before all three have joined
+        threads.append(threading.Thread(target=join, args=(view, False)))
     if worker.rank == 0:
         threads.append(threading.Thread(target=join, args=(dict(group.views[0]), True)))
     for thread in threads:
@@ -186,9 +187,9 @@ TWO_LEADERS = """
 
 
 def test_a_second_rank_0_that_reaches_the_first_ones_store_is_named_on_every_rank(tmp_path):
-    nodes = nodes_of((1, 1), tmp_path)
+    nodes = nodes_of((1, 1, 1), tmp_path)
     for given in nodes:
         given.flags = given.flags[: given.flags.index("--out-dir")]
-    first, second = playing(write_trainer(tmp_path, TWO_LEADERS), nodes, tmp_path).results(timeout=40)
+    first, second, _ = playing(write_trainer(tmp_path, TWO_LEADERS), nodes, tmp_path).results(timeout=40)
     assert first.output.count("rank 0 is claimed twice") == 2, first.output
     assert second.output.count("rank 0 is claimed twice") == 1, second.output
