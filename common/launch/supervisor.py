@@ -62,7 +62,8 @@ def _run_all(processes: list[BaseProcess]) -> int:
             process.start()
         return _wait_for_all(processes)
     except OSError as error:
-        say(f"error: could not start the workers: {error.strerror}", error=True)
+        fix = "end other processes, free memory, or see `ulimit -u`"
+        say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
         return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # a second Ctrl-C must not keep us from ending a stopped worker

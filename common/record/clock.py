@@ -21,10 +21,12 @@ class Clock:
     def pause(self) -> Iterator[None]:
         """Do not count the time that the body takes."""
         began = time.perf_counter()
-        yield
-        spent = time.perf_counter() - began
-        self.paused_seconds += spent
-        self.last_lap += spent
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.paused_seconds += spent
+            self.last_lap += spent
 
     def lap(self) -> float:
         """Seconds since the last call."""
