@@ -8,6 +8,7 @@ from common.errors import UserError
 # File systems that only one machine can see. A network file system, or an unknown one, may be shared.
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
 FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (4 bytes), key, length, value, ...
+LONGEST_KEY = 1 << 16  # in bytes; the first four bytes of a text are a much larger number
 
 
 def check(url: str) -> Path:
@@ -28,9 +29,13 @@ def check(url: str) -> Path:
 
 
 def _is_store(path: Path) -> bool:
+    """The first key may be incomplete, because another rank may be writing it at this moment."""
     with path.open("rb") as file:
         beginning = file.read(32)
-    return not beginning or beginning[4:].startswith(FIRST_KEYS)
+    length = int.from_bytes(beginning[:4], "little")
+    key = beginning[4 : 4 + length]
+    begins_a_key = any(key[: len(first)] == first[: len(key)] for first in FIRST_KEYS)
+    return not beginning or (len(beginning) >= 4 and length < LONGEST_KEY and begins_a_key)
 
 
 def local_file_system(path: Path) -> str | None:
