@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from common.uneven.batching import BatchPlan
-from common.uneven.sampling import UnevenDistributedSampler
+from common.uneven.sampling import Indices, UnevenDistributedSampler
 
 # What one more forward and backward costs besides its tokens, in tokens. On a CPU that is mostly the gradient of the
 # embedding, which is as large as the vocabulary; on a GPU it is the launches of kernels that have little work each.
@@ -94,7 +94,7 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         order = self.order().numpy()
         first = self.epoch * self.plan.steps_per_epoch
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
-            yield self.part(order, step, self.rank).tolist()
+            yield Indices(self.part(order, step, self.rank).tolist(), self.epoch)
 
 
 class SortedShard(Sampler[list[int]]):

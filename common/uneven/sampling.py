@@ -4,13 +4,24 @@ Both are batch samplers, for `DataLoader(batch_sampler=...)`: one item of the lo
 optimizer step (training), or one batch of its shard (evaluation).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.utils.data import Sampler
 
 from common.uneven.batching import BatchPlan
 from common.uneven.seeding import derive_seed
+
+
+class Indices(list[int]):
+    """The samples of one batch, and the epoch in which they are drawn.
+
+    A data set that augments or masks needs the epoch, and the loader's worker processes cannot see the sampler.
+    """
+
+    def __init__(self, indices: Iterable[int] = (), epoch: int = 0):
+        super().__init__(indices)
+        self.epoch = epoch
 
 
 class UnevenDistributedSampler(Sampler[list[int]]):
@@ -41,7 +52,7 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         first = self.epoch * self.plan.steps_per_epoch
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
             part = self.plan.part(step, self.rank)
-            yield order[part.start : part.stop].tolist()
+            yield Indices(order[part.start : part.stop].tolist(), self.epoch)
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch - self.skip_steps
