@@ -22,7 +22,9 @@ def train(worker: Worker, args: Namespace) -> None:
             sampler.set_epoch(epoch, skip_steps=first_step)
             for part in timer.steps(train_loader):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                mine = plan.part(step, worker.rank)  # the samples that the loader must have given
+                part = move(part, device, precision.dtype)
+                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                 grad_norm = precision.step(model, optimizer, args.clip_norm)

@@ -7,23 +7,22 @@ Which tokens are masked depends on (seed, epoch, row), and not on the layout. *H
 """
 
 import multiprocessing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from bert_ddp.text.corpus import Corpus
+from common.uneven.loading import BatchedDataset
 from common.uneven.seeding import derive_seed
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay as they are. Devlin et al. 2019, 3.1
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Rows after masking, and the words that were masked."""
 
     input_ids: torch.Tensor  # (B, L)
@@ -33,35 +32,11 @@ class Batch:
     labels: torch.Tensor  # (B, P) the words that were there, then IGNORED
     next_labels: torch.Tensor  # (B,) 1 where the second segment is from elsewhere
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def __getitem__(self, piece: slice) -> "Batch":
-        return self._map(lambda tensor: tensor[piece])
-
-    def to(self, device: torch.device) -> "Batch":
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            changed[field.name] = None if value is None else change(value)
-        return Batch(**changed)
-
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """What the model takes."""
         names = ("input_ids", "token_type_ids", "attention_mask", "positions")
         return {name: getattr(self, name) for name in names}
-
-
-def as_is(batch: Any) -> Any:
-    """The DataLoader's collate function: `MaskedRows` has made a batch already."""
-    return batch
 
 
 @dataclass(frozen=True)
@@ -73,8 +48,8 @@ class Masking:
     seed: int | None
 
 
-class MaskedRows(Dataset):
-    """Rows of a table, masked as they are read. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets `Batch`es.
+class MaskedRows(BatchedDataset):
+    """Rows of a table, masked as they are read.
 
     Call `set_epoch` before each epoch, for new masks. `counts` (rows,) says how many tokens of each row are masked.
     """
@@ -104,7 +79,7 @@ class MaskedRows(Dataset):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def get_batch(self, indices: Sequence[int]) -> Batch:
         """These rows, masked as in the current epoch; no rows for an empty part."""
         length = self.meta["sequence_length"]
         if not len(indices):  # zero rows of the right shape
@@ -124,8 +99,6 @@ class MaskedRows(Dataset):
             torch.from_numpy(labels),
             torch.from_numpy(rows["next_label"]),
         )
-
-    __getitems__ = batch  # what a DataLoader calls, once for a whole batch
 
     def _masked(self, rows: dict[str, np.ndarray], indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(words after masking (B, L), positions (B, P), the words that were there (B, P))."""
@@ -200,7 +173,7 @@ def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) 
 
 def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in the current epoch."""
-    batch = part.batch(list(numbers))
+    batch = part.get_batch(list(numbers))
     full = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     tensors = {
         "input_ids": batch.input_ids,

@@ -27,8 +27,10 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
-from common.uneven.batching import micro_batches, plan_batches
+from common.uneven.batches import micro_batches, move
+from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
+from common.uneven.loading import part_loader
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
@@ -44,7 +46,7 @@ def train(worker: Worker, args: Namespace) -> None:
 
         # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
         # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
-        # perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
+        # perhaps empty.
         with group.first_on_node("the token rows"):
             source = pretrained.locate(args.init_from, "--init-from") if args.init_from else None
             text = corpus.load(corpus_options(args), source, worker.rank)
@@ -54,9 +56,9 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         loading = rows.loading(args.data_workers, device)
-        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=rows.as_is, **loading)
+        train_loader = part_loader(train_set, sampler, **loading)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
-        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=rows.as_is, **loading)
+        test_loader = part_loader(test_set, shard, **loading)
 
         # Model. The seed gives every layout the same initial weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -78,8 +80,8 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        empty = train_set.batch([]).to(device)
-        model = ddp.wrap(net, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
+        empty = move(train_set.get_batch([]), device, precision.dtype)
+        model = ddp.wrap(net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
         report = Report(group, plan, timer, options)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
@@ -107,7 +109,9 @@ def train(worker: Worker, args: Namespace) -> None:
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = masked_tokens[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                mine = plan.part(step, worker.rank)  # the samples that the loader must have given
+                part = move(part, device, precision.dtype)
+                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits, next_logits = model(**micro.inputs)
@@ -152,14 +156,14 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
     net.eval()
     sums = Sums("loss", "correct", "count", "next_correct", "next_count", device=device)
     for batch in loader:
-        batch = batch.to(device)
+        batch = move(batch, device, precision.dtype)
         with precision.autocast():
             logits, next_logits = net(**batch.inputs)
             labels = batch.labels.flatten()
             loss_sum = cross_entropy(logits, labels, reduction="sum")
         sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), (labels != rows.IGNORED).sum(), 0, 0)
         if next_logits is not None:
-            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch))
+            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch.labels))
     net.train()
     total = sums.reduce()
     count = total["count"]

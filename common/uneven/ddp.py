@@ -11,7 +11,7 @@ batch, whatever the ranks hold. Plain DDP averages over the ranks instead; there
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,44 +20,71 @@ import torch._dynamo  # optimizers import it at first use; here it is imported b
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from common.uneven.batching import BatchPlan
+from common.uneven.checks import Guard, description, refuse_batch_norm, require_same
 from common.uneven.timer import StepTimer
 
 
+class UnevenDistributedDataParallel(DistributedDataParallel):
+    """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py)."""
+
+    def __init__(
+        self, net: torch.nn.Module, guarded: torch.nn.Module, layout_dependent: Collection[str], **options: Any
+    ):
+        super().__init__(net, **options)  # sends rank 0's buffers
+        self.guard = Guard(guarded, layout_dependent)
+
+
 def wrap(
-    model: torch.nn.Module,
+    net: torch.nn.Module,
+    plan: BatchPlan,
     timer: StepTimer,
     empty_loss: Callable[[torch.nn.Module], torch.Tensor],
     compiled: bool = False,
-) -> DistributedDataParallel:
-    """`model` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
+    layout_dependent: Collection[str] = (),
+) -> UnevenDistributedDataParallel:
+    """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
     `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets after the
     first backward, which changes the order of summation: that backward is done here, and its gradients are thrown
     away, so that a resumed run is bit-identical to one that was not interrupted.
+
+    Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
+    same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
+    buffers that may.
     """
-    # Buffers are constants here, the same on every rank: they need no broadcast before each forward.
+    require_same({"the plan": plan, **description(net)})
+    refuse_batch_norm(net, layout_dependent)
+    # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    wrapped = DistributedDataParallel(
-        CompiledUnlessEmpty(model) if compiled else model,
+    wrapped = UnevenDistributedDataParallel(
+        CompiledUnlessEmpty(net) if compiled else net,
+        net,
+        layout_dependent,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **keep_buffers,
     )
     wrapped.register_comm_hook(timer, _sum_over_ranks)
     empty_loss(wrapped).backward()
+    wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
     return wrapped
 
 
 @contextmanager
-def reduce_gradients_if(is_last: bool, model: DistributedDataParallel, timer: StepTimer) -> Iterator[None]:
+def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, timer: StepTimer) -> Iterator[None]:
     """Use around forward *and* backward of a micro-batch. The last one's backward sums the gradients over the ranks.
 
     The earlier ones accumulate gradients on each rank. Forward must be inside, because DDP decides there whether the
     next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
+
+    Raises UserError where the last backward has not reached every parameter, where training has changed a buffer, and
+    where a layer that needs the whole global batch gets a micro-batch.
     """
+    model.guard.require_whole_part(is_last)
     alone = dist.get_world_size() == 1
     with nullcontext() if is_last and not alone else model.no_sync():
         yield
@@ -65,6 +92,8 @@ def reduce_gradients_if(is_last: bool, model: DistributedDataParallel, timer: St
         if alone:
             timer.mark("ready")
         timer.mark("reduced")
+        model.guard.require_all_reached(all_reduced=timer.is_marked("ready"))
+        model.guard.require_same_buffers()
 
 
 def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -30,6 +30,10 @@ class StepTimer:
         else:
             self.current[name] = time.perf_counter()
 
+    def is_marked(self, name: str) -> bool:
+        """Whether the current step has this mark."""
+        return name in self.current
+
     def steps(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the loader's items. A step begins when its item is requested."""
         items = iter(loader)
