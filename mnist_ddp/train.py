@@ -102,7 +102,7 @@ def train(worker: Worker, args: Namespace) -> None:
                         precision.backward(micro_loss / plan.global_count(step))  # the all-reduce sums over the ranks
                     loss_sum += micro_loss.detach()
                 lr = scheduler.get_last_lr()[0]
-                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1

@@ -27,7 +27,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
-                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
