@@ -276,6 +276,21 @@ class Both:
     )
 
 
+RESHAPES = """
+class Reshapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 16), nn.Linear(16, 10)
+
+    def forward(self, points):
+        return self.head(self.first(points).relu().reshape(len(points), -1))
+"""
+
+
+def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact):
+    exact(more=RESHAPES, net="Reshapes()", wrap="stand_in=True", data="Samples(82)")  # a last step of two samples
+
+
 # --- refused by name ---------------------------------------------------------------------------------------------
 
 
@@ -337,6 +352,10 @@ def test_parameters_that_no_backward_reaches_are_refused_by_name(refused, gpus):
 def test_parameters_that_one_ranks_backward_does_not_reach_are_refused_by_name(refused):
     condition = "dist.get_rank() != 2 or len(points) == 0"
     refused("[2", "did not reach never.weight", more=UNUSED.replace("CONDITION", condition), net="Branches()")
+
+
+def test_a_model_that_refuses_a_batch_of_no_rows_is_told_what_to_write(refused):
+    refused("the model refuses a batch of no rows", "wrap(..., stand_in=True)", more=RESHAPES, net="Reshapes()")
 
 
 def test_data_of_another_length_on_one_rank_are_refused(refused):
