@@ -5,13 +5,8 @@ from typing import Any
 
 from common.record.metrics import read_metrics
 
-
-COLORS = {
-    "loading": "tab:red",
-    "compute": "tab:green",
-    "communication": "tab:blue",
-    "wait": "tab:orange",
-}  # from the bottom of a bar to its top
+# from the bottom of a bar to its top
+COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
 
 
 def plot_curves(metrics: Path, picture: Path) -> None:
