@@ -87,7 +87,7 @@ def train(worker: Worker, args: Namespace) -> None:
         while step < total_steps and not is_good_enough():
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given

@@ -20,7 +20,7 @@ def train(worker: Worker, args: Namespace) -> None:
         report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)

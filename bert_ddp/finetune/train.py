@@ -111,7 +111,7 @@ def train(worker: Worker, args: Namespace) -> None:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
             counts = plan.sums_in_steps(rows.counts, sampler.order())  # labelled words or rows, over all ranks
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = counts[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all

@@ -105,7 +105,7 @@ def train(worker: Worker, args: Namespace) -> None:
             sampler.set_epoch(epoch, skip_steps=first_step)
             train_set.set_epoch(epoch)
             masked_tokens = plan.sums_in_steps(train_set.counts, sampler.order())  # of each step, over all ranks
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = masked_tokens[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all

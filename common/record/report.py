@@ -19,7 +19,7 @@ from common.errors import RunError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import run_json, wording
-from common.record.clock import Clock, gather_steps, split_times
+from common.record.clock import Clock, gather_steps
 from common.record.metrics import Metrics
 from common.record.plots import plot_curves
 from common.record.terminal import Terminal
@@ -29,7 +29,7 @@ from common.uneven.timer import StepTimer
 EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
 MOST_STEPS_NOTED = 100  # between two exchanges
 # of a step's time: its name in "ranks" rows -> in the summary
-TIMES = {"compute": "compute", "communication": "communication", "wait": "waiting"}
+TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
 
@@ -128,17 +128,16 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        loss_sums, compute, exchange = gather_steps(self.timer, [one.loss_sum for one in noted])
+        gathered = gather_steps(self.timer, [one.loss_sum for one in noted])
         samples = sum(self.plan.global_count(one.step - 1) for one in noted)
         rate = samples / self.clock.lap()
         self.samples += samples
         # All ranks compute this from the same gathered numbers.
-        step_ms = float((compute + exchange).sum(dim=1).max()) / len(noted)
-        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(step_ms, 1e-3))))
-        losses = loss_sums.sum(dim=0).tolist()
+        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
+        losses = gathered.loss_sums.sum(dim=0).tolist()
         done = [Done(one.step, loss / one.count, float(one.grad_norm)) for one, loss in zip(noted, losses, strict=True)]
         self.last_step = done[-1].step
-        times = split_times(compute, exchange)
+        times = gathered.times()
         for name, values in times.items():
             self.sums_ms[TIMES[name]] += float(values.mean(dim=0).sum())
         if self.metrics:
