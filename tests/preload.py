@@ -2,6 +2,9 @@
 
 import contextlib
 import importlib
+import os
+
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as common/launch/worker.py does before it imports torch
 
 import matplotlib.figure  # noqa: F401
 import seqeval.metrics  # noqa: F401

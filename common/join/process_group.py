@@ -19,6 +19,7 @@ from common.errors import ExplainedError, UserError, before_exit
 from common.join import devices, network
 from common.join.handshake import shake_hands
 from common.join.leader import LINGER_SECONDS
+from common.join.lost import naming_lost_rank, naming_lost_store
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -117,22 +118,25 @@ class Group:
 def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     """Join the job, give the body a `Group`, and leave in order. Every rank must call this.
 
-    Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout.
+    Raises UserError on every rank when the nodes do not agree, RunError when one is missing at --join-timeout, or when
+    a rank is lost.
     """
     device, backend, problem = choose(worker, options)
     opened = open_store(worker, options)
-    joined = join(worker, options, opened, device, backend, problem)
-    connect(worker, options, device, backend, joined)
+    with naming_lost_store(worker):
+        joined = join(worker, options, opened, device, backend, problem)
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
     group = Group(worker, device, backend, joined.views, joined.store, address, options)
-    try:
-        yield group
-    except ExplainedError as error:
-        if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
-            before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
-        raise
-    disconnect(worker, joined)
+    with naming_lost_rank(worker, joined.views, joined.store):
+        connect(worker, options, device, backend, joined)
+        try:
+            yield group
+        except ExplainedError as error:
+            if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
+                before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
+            raise
+        disconnect(worker, joined)
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ def view_of(
         "node_rank": worker.node_rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_space": _pid_space(),
         "device": f"{device} ({torch.cuda.get_device_name(device) if on_gpu else 'CPU'})",
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if on_gpu and not options.oversubscribe else "",
         "source": worker.layout.source,
@@ -36,6 +38,15 @@ def view_of(
         "flags": dict(options.agreed_flags or {}),
         "problem": problem,
     }
+
+
+def _pid_space() -> str:
+    """The same on two ranks if each can look up the other by its pid: containers on one machine may not."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def _layout(layout: Layout) -> dict[str, str]:

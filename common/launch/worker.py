@@ -23,24 +23,10 @@ PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-# parts of the errors that gloo and NCCL raise on the surviving ranks when a rank has died
-LOST_CONTACT = (
-    "closed by peer",
-    "Connection was likely closed",
-    "recvValue failed",
-    "remote process exited",
-    "ncclRemoteError",
-    "communicator was aborted",
-    "reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-    "connectFullMesh",
-    "Socket closed",
-)
-
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
     """The function that "module:function" names. Raises RunError where there is no disk space for it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack of C++ frames when a rank is lost
     module, _, function = target.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -83,16 +69,8 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"error: {error}", worker.rank, error=True)
         return error.exit_code
-    say(_last_words(error), worker.rank, error=True)
+    say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
-
-
-def _last_words(error: BaseException) -> str:
-    """One line if another rank has failed, and the traceback for a failure of this rank."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
-        return f"error: lost contact with another rank: {reason}. See the logs of the other ranks and nodes."
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:

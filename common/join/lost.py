@@ -1,0 +1,183 @@
+"""Which rank was lost. When a rank dies, torch tells the others only that a connection has closed.
+
+That does not show which rank has died: a survivor that ends closes its connections too. So each survivor posts that it
+is there, looks up the processes of its own machine, and reads what survivors on other machines have found:
+
+lost/survivor/RANK    what this rank's error says, as JSON
+    /ended            the ranks whose processes have ended, as JSON
+    /left             counts the survivors that no longer need the store
+"""
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+
+import psutil
+import torch.distributed as dist
+
+from common.errors import RunError, before_exit
+from common.join.view import node_of, ranges
+from common.join.waiting import poll
+from common.launch.addresses import host_and_port
+from common.launch.layout import Worker
+
+SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
+ANSWER_SECONDS = 1.0  # for the store, after that
+LINGER_SECONDS = 4.0  # rank 0, whose process may serve the store, stays this long for the other survivors
+
+# parts of the errors that gloo, NCCL and the store raise on the surviving ranks
+TIMEOUTS = ("Timed out waiting", "timed out after")
+LOST_CONTACT = (
+    *TIMEOUTS,
+    "closed by peer",
+    "Connection was likely closed",
+    "recvValue failed",
+    "remote process exited",
+    "ncclRemoteError",
+    "communicator was aborted",
+    "reset by peer",
+    "Broken pipe",
+    "connectFullMesh",
+    "Socket closed",
+    "failed to recv, got 0 bytes",
+)
+
+
+@contextlib.contextmanager
+def naming_lost_store(worker: Worker) -> Iterator[None]:
+    """Use before the views of the other ranks are known. Raises RunError where the store ends during the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_contact_lost(error):
+            raise
+        host = _host_of_store(worker)
+        served_by = f"rank 0 on {host}, which served the store" if host else "the launcher's store"
+        raise RunError(f"lost {served_by}: its process has ended; see its log", same_on_every_rank=True) from None
+
+
+@contextlib.contextmanager
+def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store) -> Iterator[None]:
+    """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it.
+
+    This takes a few seconds at most. `views` are those of all ranks, by rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_contact_lost(error):
+            raise
+        search = _Search(worker, views, store, str(error))
+        explained = RunError(search.run())
+        before_exit(explained, search.linger)
+        raise explained from None
+
+
+def _is_contact_lost(error: RuntimeError) -> bool:
+    return any(sign in str(error) for sign in LOST_CONTACT)
+
+
+def _host_of_store(worker: Worker) -> str:
+    """Where rank 0 serves the store; empty where it is a file, or the launcher's."""
+    layout = worker.layout
+    serves = layout.hosts_store and layout.init_method.startswith("tcp://")
+    return host_and_port(layout.init_method)[0] if serves else ""
+
+
+class _Search:
+    """One survivor's search for the lost rank."""
+
+    def __init__(self, worker: Worker, views: list[dict], store: dist.Store, reason: str):
+        self.worker, self.views = worker, views
+        self.store = dist.PrefixStore("lost", store)
+        peers = re.findall(r"\[([0-9a-fA-F.:]+)\]:\d+", reason)  # gloo names the other end of the connection
+        self.known = {"peer": peers[-1] if peers else "", "late": any(sign in reason for sign in TIMEOUTS)}
+        self.lost: list[int] = []
+
+    def run(self) -> str:
+        """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
+        frozen rank 0 never answers."""
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self._search()), daemon=True)
+        thread.start()
+        thread.join(SEARCH_SECONDS + ANSWER_SECONDS)
+        return found[0] if found else self._without_store(is_gone=False)
+
+    def linger(self) -> None:
+        """Rank 0 waits until the other survivors no longer need the store."""
+        self.store.add("left", 1)
+        if self.worker.is_main:
+            survivors = self.worker.world_size - len(self.lost)
+            poll(lambda: self.store.add("left", 0) >= survivors, LINGER_SECONDS)
+
+    def _search(self) -> str:
+        try:
+            self.store.set(f"survivor/{self.worker.rank}", json.dumps(self.known))
+            self.lost = poll(self._find_ended, SEARCH_SECONDS) or []
+            if self.lost:
+                have_ended = "its process has ended" if len(self.lost) == 1 else "their processes have ended"
+                return f"lost {self._places(self.lost)}: {have_ended}; {self._see_log()}"
+            return self._describe_silent()
+        except RuntimeError:
+            return self._without_store(is_gone=True)
+
+    def _find_ended(self) -> list[int]:
+        """The ranks whose processes have ended, though they had not lost contact themselves."""
+        space = self.views[self.worker.rank]["pid_space"]
+        gone = [view["rank"] for view in self.views if view["pid_space"] == space and not _is_running(view["pid"])]
+        if ended := [rank for rank in gone if not self.store.check([f"survivor/{rank}"])]:
+            self.store.set("ended", json.dumps(ended))
+            return ended
+        return json.loads(self.store.get("ended")) if self.store.check(["ended"]) else []
+
+    def _describe_silent(self) -> str:
+        """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
+        ranks = range(self.worker.world_size)
+        posted = {rank: f"survivor/{rank}" for rank in ranks if self.store.check([f"survivor/{rank}"])}
+        known = [json.loads(self.store.get(key)) for key in posted.values()]
+        peers, late = {one["peer"] for one in known}, any(one["late"] for one in known)
+        silent = [rank for rank in ranks if rank not in posted]
+        self.lost = [rank for rank in silent if self.views[rank]["addresses"]["own"] in peers] or silent
+        who = f"{'one of ' * (len(self.lost) > 1)}{self._places(self.lost, 'or')}"
+        if late and self.lost:
+            return f"{who} did not answer within --timeout: frozen, busy or cut off? {self._see_log().capitalize()}"
+        if late:
+            return "a collective did not end within --timeout, but all ranks are running: do all of them reach it?"
+        if self.lost:
+            answer = "does not answer" if len(self.lost) == 1 else "do not answer"
+            return f"lost contact with {who}, which {answer}: {self._see_log()}"
+        return "lost a connection, but all ranks are running: is the network at fault? Ask python -m common.doctor"
+
+    def _without_store(self, is_gone: bool) -> str:
+        host = _host_of_store(self.worker)
+        store = f"{self._places([0])}, which serves the store," if host else "the launcher's store"
+        if not is_gone:
+            return f"lost contact: {store} does not answer: frozen or cut off? {self._see_log().capitalize()}"
+        if not host:
+            return "lost contact with other ranks and with the launcher's store: see the logs of all nodes"
+        return f"lost {self._places([0])}, which served the store: its process has ended; {self._see_log()}"
+
+    def _see_log(self) -> str:
+        nodes = {node_of(self.views[rank]) for rank in self.lost or [0]}
+        return "see the log of that node" if len(nodes) == 1 else "see the logs of those nodes"
+
+    def _places(self, ranks: list[int], joint: str = "and") -> str:
+        """Ranks by node: "ranks 3 to 4, node 1 (nodeb)"."""
+        nodes: dict[tuple[int, str], list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(node_of(self.views[rank]), []).append(rank)
+        return f" {joint} ".join(self._ranks_of(*node, here) for node, here in nodes.items())
+
+    def _ranks_of(self, node_rank: int, host: str, ranks: list[int]) -> str:
+        named = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+        return f"{named}, node {node_rank} ({host})" if self.worker.layout.nodes else f"{named} on {host}"
+
+
+def _is_running(pid: int) -> bool:
+    """False also for a process that has ended, but whose parent has not read its exit code yet."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False

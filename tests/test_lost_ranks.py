@@ -1,0 +1,160 @@
+"""A rank that is lost: every survivor names it in one line of our own, within seconds."""
+
+import re
+import socket
+import time
+
+import pytest
+
+from common.launch.addresses import free_port
+from tests.harness import ROOT, Node, Result, kill, nodes_of, playing, run, write_trainer
+
+HERE = re.escape(socket.gethostname())
+
+# All ranks sum up again and again until one of them does what `body` says.
+STEPS = """
+        for view in group.views:
+            view["pid_space"] += {machine}
+        dist.barrier()
+        step = 0
+        while True:
+            step += 1
+            (FOLDER / f"step-{{worker.rank}}").write_text(str(step))
+            if step == 3:
+{body}
+            dist.all_reduce(torch.ones(1000))
+            time.sleep(0.01)
+"""
+ONE_MACHINE, TWO_MACHINES = '""', 'str(view["node_rank"])'
+
+
+def dies(rank: int) -> str:
+    return f"""
+                if worker.rank == {rank}:
+                    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def playing_steps(tmp_path, gpus, body, *flags, machine=ONE_MACHINE) -> playing:
+    script = write_trainer(tmp_path, STEPS.format(machine=machine, body=body))
+    nodes = nodes_of(gpus, tmp_path)
+    for node in nodes:
+        node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
+    return playing(script, nodes, tmp_path)
+
+
+def errors(result: Result) -> dict[int, str]:
+    """What each rank has said as an error, which must be one line. Nothing else may be printed but our own lines."""
+    found = re.findall(r"^\[(\d+)(?: \S+)?\] error: (.*)$", result.output, re.MULTILINE)
+    ours = re.compile(r"\[\d+.*\] error: |\[0\] on node|rank \d+ was ended by SIGKILL|error: ")
+    assert all(ours.match(line) for line in result.output.splitlines() if line.strip()), result.output
+    assert len(found) == len(dict(found)), result.output
+    assert not re.search(r"/pytorch/|gloo|Traceback|[^\x00-\x7f]", result.output), result.output
+    return {int(rank): text for rank, text in found}
+
+
+@pytest.mark.parametrize("machine", [ONE_MACHINE, TWO_MACHINES], ids=["one machine", "two machines"])
+@pytest.mark.parametrize("gpus, lost, node", [((3,), 1, 0), ((2, 2), 3, 1)], ids=["one node", "two nodes"])
+def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, machine, tmp_path):
+    results = playing_steps(tmp_path, gpus, dies(lost), machine=machine).results(timeout=30)
+    said = {rank: text for result in results for rank, text in errors(result).items()}
+    line = rf"lost rank {lost}, node {node} \({HERE}\): its process has ended; see the log of that node"
+    assert set(said) == set(range(sum(gpus))) - {lost}
+    assert all(re.fullmatch(line, text) for text in said.values()), said
+    assert all(result.code for result in results)
+
+
+def test_rank_0_is_named_when_its_process_has_ended_with_the_store(tmp_path):
+    results = playing_steps(tmp_path, (2, 2), dies(0), machine=TWO_MACHINES).results(timeout=30)
+    said = {rank: text for result in results for rank, text in errors(result).items()}
+    assert set(said) == {1, 2, 3}
+    line = rf"lost rank 0, node 0 \({HERE}\), which served the store: its process has ended; see the log of that node"
+    assert all(re.fullmatch(line, text) for text in said.values()), said
+
+
+def test_a_node_that_is_gone_is_named_with_its_ranks(tmp_path):
+    run = playing_steps(tmp_path, (2, 2), "                pass", machine=TWO_MACHINES)
+    wait_for_step(run, tmp_path / "step-3", 20)
+    kill(run.processes[1].pid)
+    first, _ = run.results(timeout=30)
+    line = rf"lost contact with one of ranks 2 to 3, node 1 \({HERE}\), which do not answer: see the log of that node"
+    assert first.code == 1
+    assert all(re.fullmatch(line, text) for text in errors(first).values()) and len(errors(first)) == 2, first.output
+
+
+def test_a_rank_that_is_only_busy_is_not_called_lost(tmp_path):
+    busy = dies(1) + "                time.sleep(8 * (worker.rank == 2))\n"
+    first, _, _ = playing_steps(tmp_path, (1, 1, 1), busy, machine=TWO_MACHINES).results(timeout=40)
+    said = rf"lost contact with one of rank 1, node 1 \({HERE}\) or rank 2, node 2 \({HERE}\), which do not answer"
+    assert re.match(said, errors(first)[0]), first.output
+
+
+@pytest.mark.parametrize("frozen, said", [
+    (1, "rank 1, node 1 (HERE) did not answer within --timeout: frozen, busy or cut off? See the log of that node"),
+    (0, "lost contact: rank 0, node 0 (HERE), which serves the store, does not answer: frozen or cut off? See the log"),
+])  # fmt: skip
+def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(frozen, said, tmp_path):
+    stop = f"""
+                if worker.rank == {frozen}:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    run = playing_steps(tmp_path, (1, 1, 1), stop, "--timeout", 4, machine=TWO_MACHINES)
+    others = [process for rank, process in enumerate(run.processes) if rank != frozen]
+    try:
+        for process in others:
+            process.join(30)
+            assert process.exitcode == 1
+    finally:
+        run.processes[frozen].kill()
+    for rank, result in enumerate(run.results()):
+        if rank != frozen:
+            assert errors(result)[rank].startswith(said.replace("HERE", socket.gethostname())), result.output
+
+
+def test_a_rank_that_fails_by_itself_is_named_by_the_others(tmp_path):
+    fails = "                assert worker.rank != 1, 'what it is about'"
+    first, second = playing_steps(tmp_path, (1, 1), fails).results(timeout=30)
+    assert errors(first)[0].startswith("lost rank 1, node 1")
+    assert "AssertionError: what it is about" in second.output
+
+
+def test_a_rank_is_named_by_its_host_where_the_launcher_does_not_number_the_nodes(tmp_path):
+    script = write_trainer(tmp_path, STEPS.format(machine=ONE_MACHINE, body=dies(1)))
+    port = str(free_port())
+    nodes = []
+    for rank in range(3):
+        environ = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        nodes.append(Node(["--device", "cpu"], {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}))
+    results = playing(script, nodes, tmp_path).results(timeout=30)
+    for rank in (0, 2):
+        line = rf"lost rank 1 on {HERE}: its process has ended; see the log of that node"
+        assert re.match(line, errors(results[rank])[rank]), results[rank].output
+
+
+def test_rank_0_is_named_when_it_ends_while_the_others_join(tmp_path):
+    script = write_trainer(tmp_path, "pass")
+    nodes = nodes_of((1, 1, 1), tmp_path)[:2]
+    for node in nodes:
+        node.flags = node.flags[: node.flags.index("--out-dir")]
+    started = playing(script, nodes, tmp_path)
+    deadline = time.monotonic() + 30
+    while "waiting for node 2" not in started.logs[1].read_text():
+        assert time.monotonic() < deadline, started.logs[1].read_text()
+        time.sleep(0.05)
+    started.processes[0].kill()
+    _, second = started.results(timeout=20)
+    line = "[1 HERE] error: lost rank 0 on 127.0.0.1, which served the store: its process has ended; see its log"
+    assert second.output.splitlines()[-1] == line.replace("HERE", socket.gethostname())
+
+
+def test_torch_prints_nothing_of_its_own_when_the_store_is_gone(tmp_path):
+    script = write_trainer(tmp_path, STEPS.format(machine=ONE_MACHINE, body=dies(0)))
+    flags = ["-g", 2, "--device", "cpu"]
+    errors(run("python", script, *flags, PYTHONPATH=str(ROOT), TORCH_CPP_LOG_LEVEL=None))
+
+
+def wait_for_step(run: playing, path, step: int) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or int(path.read_text() or 0) < step:
+        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
+        time.sleep(0.02)
