@@ -178,6 +178,27 @@ def test_augmentation_in_loader_workers_is_that_of_no_workers(exact, persistent)
     assert exact(more=AUGMENTED, data="Augmented(90)", loader=f"part_loader(data, sampler, {options})") == without
 
 
+def test_samples_of_a_class_of_ones_own_are_exact_with_a_collate_function(exact):
+    exact(
+        more="""
+class Point:
+    def __init__(self, place, label):
+        self.place, self.label = place, label
+
+
+class Points(Samples):
+    def __getitem__(self, index):
+        return Point(*super().__getitem__(index))
+
+
+def together(points):
+    return torch.stack([point.place for point in points]), torch.tensor([point.label for point in points])
+""",
+        data="Points(90)",
+        loader="part_loader(data, sampler, collate=together)",
+    )
+
+
 def test_rows_of_different_lengths_are_exact_with_a_mean_over_tokens(exact):
     exact(
         more="""
@@ -352,6 +373,14 @@ def test_parameters_that_no_backward_reaches_are_refused_by_name(refused, gpus):
 def test_parameters_that_one_ranks_backward_does_not_reach_are_refused_by_name(refused):
     condition = "dist.get_rank() != 2 or len(points) == 0"
     refused("[2", "did not reach never.weight", more=UNUSED.replace("CONDITION", condition), net="Branches()")
+
+
+def test_parameters_that_only_an_earlier_micro_batch_reaches_are_refused(refused):
+    refused(
+        "some parameters in the last micro-batch",
+        more=UNUSED.replace("CONDITION", "len(points) != 3"),
+        net="Branches()",
+    )
 
 
 def test_a_model_that_refuses_a_batch_of_no_rows_is_told_what_to_write(refused):

@@ -106,6 +106,7 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     """
     model.guard.require_whole_part(is_last)
     alone = dist.get_world_size() == 1
+    timer.unmark("ready")
     with nullcontext() if is_last and not alone else model.no_sync():
         yield
     if is_last:

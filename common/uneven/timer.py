@@ -39,6 +39,10 @@ class StepTimer:
         """Whether the current step has this mark."""
         return name in self.current
 
+    def unmark(self, name: str) -> None:
+        """Take a mark of the current step away."""
+        self.current.pop(name, None)
+
     def steps(self, loader: Iterable[Any], steps: int) -> Iterator[Any]:
         """Yield the loader's items, one for each of the `steps` optimizer steps that are left in this epoch.
 
