@@ -6,17 +6,18 @@ Which tokens are masked depends on (seed, epoch, row), and not on the layout. *H
 (`MaskedRows.counts`), so every rank knows the count of every optimizer step without asking the others.
 """
 
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from bert_ddp.text.corpus import Corpus
 from common.uneven.loading import BatchedDataset
 from common.uneven.seeding import derive_seed
+
+if TYPE_CHECKING:  # every process of a loader imports this module, and need not import what makes a corpus
+    from bert_ddp.text.corpus import Corpus
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay as they are. Devlin et al. 2019, 3.1
@@ -51,7 +52,8 @@ class Masking:
 class MaskedRows(BatchedDataset):
     """Rows of a table, masked as they are read.
 
-    Call `set_epoch` before each epoch, for new masks. `counts` (rows,) says how many tokens of each row are masked.
+    Masks are those of the epoch that the indices carry (`common.uneven.sampling.Indices`), or else of epoch 0. `counts`
+    (rows,) says how many tokens of each row are masked.
     """
 
     def __init__(
@@ -63,7 +65,6 @@ class MaskedRows(BatchedDataset):
         word that continues another, such as ##ing, and is needed for whole words only.
         """
         self.table, self.meta, self.masking, self.padded, self.continues = table, meta, masking, padded, continues
-        self.epoch = 0
         special = [meta["special"][name] for name in ("cls", "sep", "pad", "mask")]
         self.is_special = np.zeros(meta["vocab_size"], dtype=bool)
         self.is_special[special] = True
@@ -76,11 +77,8 @@ class MaskedRows(BatchedDataset):
     def __len__(self) -> int:
         return len(self.counts)
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def get_batch(self, indices: Sequence[int]) -> Batch:
-        """These rows, masked as in the current epoch; no rows for an empty part."""
+        """These rows, masked as in the epoch of `indices`; no rows for an empty part."""
         length = self.meta["sequence_length"]
         if not len(indices):  # zero rows of the right shape
             rows = {"input_ids": np.zeros((0, length), np.int64)}
@@ -119,7 +117,7 @@ class MaskedRows(BatchedDataset):
     def _random(self, indices: Sequence[int], count: int) -> np.ndarray:
         if self.masking.seed is None:
             return random_numbers(derive_seed(0, "held-out masks"), indices, count)
-        return random_numbers(derive_seed(self.masking.seed, "masks", self.epoch), indices, count)
+        return random_numbers(derive_seed(self.masking.seed, "masks", getattr(indices, "epoch", 0)), indices, count)
 
     def _choose(self, ids: np.ndarray, length: np.ndarray, counts: np.ndarray, random: np.ndarray) -> np.ndarray:
         """Positions (B, P) of the tokens to mask, `counts` (B,) in each row, in order; then 0, where [CLS] is.
@@ -160,7 +158,7 @@ def random_numbers(key: int, rows: Sequence[int], count: int) -> np.ndarray:
     return (mixed >> np.uint64(11)) * 2.0**-53
 
 
-def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
+def of_corpus(corpus: "Corpus", probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
     """Training rows, whose masks are new in every epoch, and held-out rows, whose masks are fixed."""
     continues = np.load(corpus.folder / "continues.npy")
 
@@ -172,7 +170,7 @@ def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) 
 
 
 def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-    """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in the current epoch."""
+    """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in epoch 0."""
     batch = part.get_batch(list(numbers))
     full = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     tensors = {
@@ -184,18 +182,3 @@ def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
         "next_sentence_labels": batch.next_labels,
     }
     return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def loading(workers: int, device: torch.device) -> dict[str, Any]:
-    """Options for DataLoaders that make batches in `workers` processes beside the training.
-
-    A process that has threads (torch's, the tokenizers') must not fork. So the loader's workers are forked from a
-    fork server, which has imported the large libraries once, or are started afresh where there is no fork.
-    """
-    options: dict[str, Any] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
-    if workers:
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        context.set_forkserver_preload(["torch", "datasets"])
-        options["multiprocessing_context"] = context
-    return options

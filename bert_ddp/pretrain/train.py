@@ -36,6 +36,7 @@ from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
 from common.uneven.sums import Sums
 from common.uneven.timer import StepTimer
+from common.uneven.workers import worker_options
 
 
 def train(worker: Worker, args: Namespace) -> None:
@@ -43,6 +44,7 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         options, timer = cli.run_options(args, "bert"), StepTimer(device)
+        loading = worker_options(args.data_workers, device, preload=["datasets"])  # their start takes seconds
 
         # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
         # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
@@ -55,7 +57,6 @@ def train(worker: Worker, args: Namespace) -> None:
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
-        loading = rows.loading(args.data_workers, device)
         train_loader = part_loader(train_set, sampler, **loading)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         test_loader = part_loader(test_set, shard, **loading)
@@ -103,7 +104,6 @@ def train(worker: Worker, args: Namespace) -> None:
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            train_set.set_epoch(epoch)
             masked_tokens = plan.sums_in_steps(train_set.counts, sampler.order())  # of each step, over all ranks
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
