@@ -51,9 +51,12 @@ def test_the_steps_that_make_training_exact_are_the_same_lines():
 
 def test_the_entries_end_in_the_same_call():
     for entry, module in ((MNIST, "mnist_ddp.train"), (BERT, "bert_ddp.pretrain.train")):
-        *_, guard, call = body(entry)
-        assert guard == 'if __name__ == "__main__":'
-        assert call == f'    start.main(flags(), "{module}:train", cli.check_training)'
+        assert body(entry)[-4:] == [
+            "def main() -> None:",
+            f'    start.main(flags(), "{module}:train", cli.check_training)',
+            'if __name__ == "__main__":',
+            "    main()",
+        ]
 
 
 def test_two_of_three_lines_of_the_mnist_trainer_stand_in_the_bert_trainer():
