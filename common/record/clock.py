@@ -10,7 +10,7 @@ class Clock:
 
     def __init__(self, earlier_seconds: float = 0.0):
         self.earlier_seconds, self.paused_seconds = earlier_seconds, 0.0
-        self.began = self.last_lap = time.perf_counter()
+        self.began = self.last_lap = self.saved_at = time.perf_counter()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -22,6 +22,18 @@ class Clock:
             spent = time.perf_counter() - began
             self.paused_seconds += spent
             self.last_lap += spent
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Pause while the body writes a checkpoint; `unsaved_seconds` count from its end."""
+        with self.pause():
+            yield
+        self.saved_at = time.perf_counter()
+
+    @property
+    def unsaved_seconds(self) -> float:
+        """Wall-clock seconds since the last checkpoint, or since the start of this run."""
+        return time.perf_counter() - self.saved_at
 
     def lap(self) -> float:
         """Seconds since the last call."""

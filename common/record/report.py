@@ -5,6 +5,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 """
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Report:
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
+        self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
 
@@ -80,8 +82,9 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        gathered = gather_steps(self.timer, [one.loss_sum for one in noted])
-        # All ranks compute this from the same gathered numbers.
+        gathered = gather_steps(self.timer, [one.loss_sum for one in noted], self.clock.unsaved_seconds)
+        # All ranks compute these two from the same gathered numbers.
+        self.unsaved_seconds = gathered.unsaved_seconds
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         done = [
@@ -92,10 +95,21 @@ class Report:
             self.output.steps(done, gathered.times(), self.clock)
         return done
 
-    # --- evaluation, summary -----------------------------------------------------------------------------------
+    # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """True when --save-every asks for a checkpoint after `step` steps; the same on every rank."""
+        return self.options.save_every.is_due(step, self.unsaved_seconds)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Use around a checkpoint: its time does not count as training, and --save-every counts from its end."""
+        with self.clock.saving():
+            yield
+        self.unsaved_seconds = 0.0
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Use around evaluation and checkpoints: their time does not count as training."""
+        """Use around an evaluation: its time does not count as training."""
         return self.clock.pause()
 
     def evaluation(self, step: int, **numbers: float) -> None:

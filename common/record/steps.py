@@ -32,12 +32,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all ranks have noted about the steps since the last exchange. Each is (ranks, steps), on the CPU."""
+    """What all ranks have noted about the steps since the last exchange. Tensors are (ranks, steps), on the CPU."""
 
     loss_sums: torch.Tensor
     loading_ms: torch.Tensor
     compute_ms: torch.Tensor
     exchange_ms: torch.Tensor
+    unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
 
     @property
     def busy_ms(self) -> torch.Tensor:
@@ -59,11 +60,13 @@ class Gathered:
         return {"loading": self.loading_ms, "compute": self.compute_ms, "communication": transfer, "wait": waiting}
 
 
-def gather_steps(timer: StepTimer, loss_sums: Sequence[torch.Tensor]) -> Gathered:
-    """The steps since the last call on all ranks. `loss_sums` has one scalar a step, of this rank. Every rank must
-    call this."""
+def gather_steps(timer: StepTimer, loss_sums: Sequence[torch.Tensor], unsaved_seconds: float) -> Gathered:
+    """The steps since the last call on all ranks. `loss_sums` has one scalar a step, of this rank; `unsaved_seconds`
+    is by this rank's clock. Every rank must call this."""
     sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
-    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take())])
+    clock = torch.full_like(sums, unsaved_seconds)
+    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take()), clock])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    return Gathered(*torch.stack(everyone).cpu().unbind(dim=1))
+    losses, loading, compute, exchange, clocks = torch.stack(everyone).cpu().unbind(dim=1)
+    return Gathered(losses, loading, compute, exchange, float(clocks[0, 0]))
