@@ -16,7 +16,7 @@ def train(worker: Worker, args: Namespace) -> None:
         torch.manual_seed(derive_seed(args.seed, "weights"))
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         report = Report(group, plan, timer, options)
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
         report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
@@ -31,6 +31,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                saves = epoch_ends or report.checkpoint_is_due(step)
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
         report.summary(step)

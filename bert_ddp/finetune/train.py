@@ -98,7 +98,7 @@ def train(worker: Worker, args: Namespace) -> None:
         best_score = best.score_so_far(group, folder, measure, step)
 
         def save(into: str, keep: int, **numbers: float) -> None:
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}
                     write_extra = pretrained.files_of(net, tokenizer)
@@ -131,7 +131,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 report.note(step, loss_sum, float(lr), grad_norm, count)
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                saves = epoch_ends or report.checkpoint_is_due(step)
                 if saves or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)

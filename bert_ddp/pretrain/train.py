@@ -93,7 +93,7 @@ def train(worker: Worker, args: Namespace) -> None:
             text.copy_tokenizer(path)
 
         def save() -> None:
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
@@ -130,7 +130,7 @@ def train(worker: Worker, args: Namespace) -> None:
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                saves = epoch_ends or report.checkpoint_is_due(step)
                 if saves or evaluates or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
