@@ -1,5 +1,5 @@
 # Two commands do all the set-up:   make demo   and   make test
-# Each makes .venv from requirements.txt when it is missing or stale.
+# Each makes .venv when it is missing or older than its requirements, with this checkout installed in it.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,8 +12,8 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 .PHONY: demo bert test test-cluster lint format bench clean
 .DEFAULT_GOAL := demo
 
-# UNEVEN_VENVS: a folder that keeps environments outside the checkout, one for each requirements.txt (CI sets it).
-.venv: requirements.txt
+# UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
+.venv: requirements.txt requirements-trainers.txt
 	@PYTHON=$(PYTHON) bash .ci/make-venv
 
 demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download
@@ -49,5 +49,5 @@ bench: .venv  ## measured against peers, side by side; prints the tables of docs
 	$(BIN)/python benchmarks/finetune.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -23,7 +23,9 @@ from torch.nn.functional import cross_entropy
 
 from bert_ddp.model.optimizer import decay_groups
 from bert_ddp.pretrain import model as bert
-from bert_ddp.pretrain.rows import MaskedRows, Masking, as_is
+from bert_ddp.pretrain.rows import MaskedRows, Masking
+from common.uneven.batches import move
+from common.uneven.loading import part_loader
 
 WORDS = 30_522
 ROWS = {128: 256, 512: 64}  # a step
@@ -93,17 +95,16 @@ def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
     meta = {"sequence_length": length, "vocab_size": WORDS, "special": SPECIAL, "stored_masks": False}
     data = MaskedRows(RandomRows(8 * rows, length), meta, Masking(0.15, False, 0), padded=False)
     indices = [np.arange(start, start + rows) % len(data) for start in range(0, 8 * rows, rows)]
-    loader = torch.utils.data.DataLoader(
+    loader = part_loader(
         data,
-        batch_sampler=indices * 10_000,
-        collate_fn=as_is,
+        indices * 10_000,
         num_workers=0 if tiny else 4,
         pin_memory=device.type == "cuda",
     )
     model = torch.compile(net) if compiled else net
     times, began = [], time.perf_counter()
     for part in loader:
-        part = part.to(device)
+        part = move(part, device)
         with torch.autocast(device.type, torch.bfloat16):
             logits, _ = model(**part.inputs)
             loss = cross_entropy(logits, part.labels.flatten(), reduction="sum")

@@ -14,7 +14,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
+if not __package__:  # started by its path: runs from any folder, without being installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
 from common.launch import cli, start
@@ -64,5 +65,9 @@ def check(args: Namespace, layout: Layout) -> None:
         raise UserError("there is no data: name --data FOLDER or hf:NAME, or --train and --dev")
 
 
-if __name__ == "__main__":
+def main() -> None:
     start.main(flags(), "bert_ddp.finetune.train:train", check)
+
+
+if __name__ == "__main__":
+    main()

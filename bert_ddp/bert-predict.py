@@ -13,7 +13,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
+if not __package__:  # started by its path: runs from any folder, without being installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
 from common.launch import cli, start
@@ -54,5 +55,9 @@ def check(args: Namespace, layout: Layout) -> None:
         raise UserError(f"--output {args.output} is there already: name another file, or remove it")
 
 
-if __name__ == "__main__":
+def main() -> None:
     start.main(flags(), "bert_ddp.predict.run:predict", check)
+
+
+if __name__ == "__main__":
+    main()

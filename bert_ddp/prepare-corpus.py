@@ -13,7 +13,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
+if not __package__:  # started by its path: runs from any folder, without being installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import ExplainedError

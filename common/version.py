@@ -5,30 +5,57 @@ import hashlib
 import platform
 import subprocess
 import sys
+import sysconfig
+from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the site-packages that this code is installed in
+DISTRIBUTION = "uneven-ddp"  # its name in pyproject.toml
 
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Twelve hex digits of the sources of every loaded module below this checkout, and below the folder of the script
-    that was started: the same on two nodes that run the same code."""
-    folders = {ROOT, Path(sys.argv[0]).resolve().parent}
-    libraries = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)} | {ROOT / ".venv"}
-    sources = {}
+    """Twelve hex digits of the sources of every loaded module of this code, and of those below the folder of the
+    script that was started: the same on two nodes that run the same code, installed or from a checkout."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name, path in sorted(_loaded_sources().items()):
+        digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _loaded_sources() -> dict[str, Path]:
+    """The source files to compare. Their names do not depend on where this code or the script is."""
+    installed, script_folder, sources = _installed_files(), Path(sys.argv[0]).resolve().parent, {}
+    is_installed = Path(__file__).resolve() in installed
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "").resolve()
-        below = [folder for folder in folders if path.is_relative_to(folder)]
-        # torch creates modules whose files do not exist
-        if "site-packages" in path.parts:
+        if path.suffix != ".py" or not path.is_file():  # torch creates modules whose files do not exist
             continue
-        if below and path.suffix == ".py" and path.is_file() and not any(map(path.is_relative_to, libraries)):
-            sources[path.relative_to(max(below, key=lambda folder: len(folder.parts))).as_posix()] = path
-    digest = hashlib.blake2b(digest_size=6)
-    for name in sorted(sources):
-        digest.update(name.encode() + b"\0" + sources[name].read_bytes())
-    return digest.hexdigest()
+        folder = ROOT if path.is_relative_to(ROOT) else script_folder
+        if path in installed:
+            is_ours = folder == ROOT  # and not a command in bin/, which pip writes anew on every node
+        else:
+            is_ours = path.is_relative_to(folder) and not _is_library(path) and not (is_installed and folder == ROOT)
+        if is_ours:
+            sources[path.relative_to(folder).as_posix()] = path
+    return sources
+
+
+def _installed_files() -> set[Path]:
+    """The files that pip has installed for this code: none without pip, only its commands if it is editable."""
+    try:
+        found = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return set()
+    lines = (found.read_text("RECORD") or "").splitlines()  # none where setuptools has built in this checkout
+    return {Path(str(found.locate_file(line.split(",")[0]))).resolve() for line in lines}
+
+
+def _is_library(path: Path) -> bool:
+    """Is this a file of Python's own, or of an environment, which may be inside a checkout?"""
+    names = ("stdlib", "platstdlib", "scripts")
+    folders = [Path(sysconfig.get_path(name)).resolve() for name in names]
+    return "site-packages" in path.parts or any(map(path.is_relative_to, folders))
 
 
 def versions() -> dict[str, str]:
@@ -40,7 +67,11 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str:
     """The commit of this checkout, with + where there are uncommitted changes, or unknown outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    repository = ROOT / ".git"
+    if not repository.exists():  # git would look further up, and find one that this code merely lies in
+        return "unknown"
+    command = ["git", f"--git-dir={repository}", f"--work-tree={ROOT}"]  # whatever GIT_DIR is
+    command += ["describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -4,41 +4,29 @@ MNIST is 47 MB: decoding, normalising and collating it image by image, as a stoc
 than training on it. Here a batch is one indexing operation.
 """
 
-import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from common.errors import RunError, UserError
+from common.uneven.fingerprint import fingerprint
+from common.uneven.loading import BatchedDataset
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Images (batch, 1, side, side), normalised, and labels (batch,) of class numbers."""
 
     images: torch.Tensor
     labels: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.labels)
 
-    def __getitem__(self, piece: slice) -> "Batch":
-        return Batch(self.images[piece], self.labels[piece])
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
-
-
-class ImageDataset(Dataset):
-    """A data set in memory. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets a `Batch` at a time from it."""
+class ImageDataset(BatchedDataset):
+    """A data set in memory."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor):
         """`images` uint8 (samples, side, side); `normal` (256,) holds the normalised value of each grey level."""
@@ -48,21 +36,14 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def get_batch(self, indices: list[int]) -> Batch:
         """These images and their labels; none at all for an empty part."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return Batch(self.images[chosen], self.labels[chosen])
 
-    __getitems__ = batch  # what a DataLoader calls, once for a whole batch
-
     @property
     def side(self) -> int:
         return self.images.shape[-1]
-
-
-def as_is(batch: Any) -> Any:
-    """The DataLoader's collate function: `__getitems__` has made a batch already."""
-    return batch
 
 
 def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, ImageDataset, str]:
@@ -76,7 +57,7 @@ def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, Ima
     normal = _normalisation(train_images).to(dtype)
     train = ImageDataset(train_images, train_labels, normal)
     test = ImageDataset(test_images, test_labels, normal)
-    return train, test, _fingerprint(train_images, train_labels, test_images, test_labels)
+    return train, test, fingerprint(train_images, train_labels, test_images, test_labels)
 
 
 def _normalisation(images: torch.Tensor) -> torch.Tensor:
@@ -164,13 +145,6 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     if len(shape) == 1 and values.max() > 9:
         raise UserError(f"{path} is damaged: it holds the label {values.max()}, not 0 to 9: delete it and start again")
     return values
-
-
-def _fingerprint(*tensors: torch.Tensor) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any folder, without being installed
+if not __package__:  # started by its path: runs from any folder, without being installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.launch import cli, start
 
@@ -37,5 +38,9 @@ def flags() -> ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
+def main() -> None:
     start.main(flags(), "mnist_ddp.train:train", cli.check_training)
+
+
+if __name__ == "__main__":
+    main()

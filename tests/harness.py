@@ -185,7 +185,8 @@ def train(worker, args):
     script = folder / "stranger-distributed.py"
     script.write_text(
         "from common.launch import cli, start\n\n"
-        'if __name__ == "__main__":\n    start.main(cli.parser("A stranger\'s trainer"), "stranger:train")\n'
+        'if __name__ == "__main__":\n    parser = cli.parser("A stranger\'s trainer")\n'
+        '    cli.add_output_flags(parser)\n    start.main(parser, "stranger:train")\n'
     )
     return script
 

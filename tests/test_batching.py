@@ -3,8 +3,10 @@
 import random
 
 import pytest
+import torch
 
-from common.uneven.batching import micro_batches, plan_batches, split
+from common.uneven.batches import micro_batches
+from common.uneven.batching import plan_batches, split
 
 
 @pytest.mark.parametrize("total, weights, parts", [
@@ -68,7 +70,7 @@ def test_a_tail_smaller_than_the_world_leaves_ranks_empty():
     (0, None, [(0, True)]),
 ])  # fmt: skip
 def test_micro_batches_cut_a_part_and_only_the_last_is_last(length, size, expected):
-    pieces = list(micro_batches(list(range(length)), size))
+    pieces = list(micro_batches(torch.arange(length), range(length), size))
     assert [(len(piece), is_last) for piece, is_last in pieces] == expected
     assert [sample for piece, _ in pieces for sample in piece] == list(range(length))
 

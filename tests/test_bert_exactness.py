@@ -95,6 +95,13 @@ def test_workers_of_the_loader_change_nothing_and_warn_of_nothing(text, tmp_path
     assert "fork" not in results[0].output.lower(), results[0].output
 
 
+def test_workers_of_the_loader_that_stay_over_the_epochs_mask_anew_in_each(text, tmp_path):
+    flags = flags_of(text, "mlm", "--precision", "fp64", "--epochs", 3)
+    play(BERT, (2, 1), tmp_path / "without", *flags)
+    play(BERT, (2, 1), tmp_path / "with", *flags, "--data-workers", 2)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
 def test_evaluations_within_an_epoch_come_when_asked_and_change_nothing(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--max-steps", 5, "--dropout", 0.1)
     play(BERT, (2,), tmp_path / "without", *flags)

@@ -16,6 +16,7 @@ from bert_ddp.text import corpus, pairs, sources, tokens, vocabulary
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import UserError
 from common.uneven.batching import plan_batches
+from common.uneven.sampling import Indices
 from tests.harness import BERT, losses, play, run
 
 SMALL = {
@@ -200,8 +201,7 @@ def masked(folder, *flags, whole_words=False, probability=0.15, seed=0):
 
 def test_masks_do_not_know_the_batch_they_are_drawn_in(folder):
     _, (train, _) = masked(folder)
-    train.set_epoch(3)
-    together, alone = train.__getitems__([5, 2, 9]), train.__getitems__([9])
+    together, alone = train.__getitems__(Indices([5, 2, 9], epoch=3)), train.__getitems__(Indices([9], epoch=3))
     assert (together.input_ids[2] == alone.input_ids[0]).all() and (together.labels[2] == alone.labels[0]).all()
 
 
@@ -210,8 +210,7 @@ def test_masks_change_with_the_epoch_and_stay_in_evaluation(folder):
     drawn = []
     for part in (train, held_out):
         for epoch in (0, 1):
-            part.set_epoch(epoch)
-            drawn.append(part.__getitems__(range(4)).positions)
+            drawn.append(part.__getitems__(Indices(range(4), epoch)).positions)
     assert (drawn[0] != drawn[1]).any() and (drawn[2] == drawn[3]).all()
 
 

@@ -50,7 +50,7 @@ def gradients(net, passes):
 @pytest.mark.parametrize("micro_batch", [None, 4])
 def test_loss_and_gradients_are_those_of_padded_rows(micro_batch, net, rows):
     net.eval()  # without dropout
-    part = rows.part(range(len(LENGTHS)))
+    part = rows.get_batch(range(len(LENGTHS)))
     loss, found = gradients(net, packed_passes(part, micro_batch))
     expected_loss, expected = gradients(net, ((rows.batch(np.array([row])), True) for row in range(len(LENGTHS))))
     assert loss == pytest.approx(expected_loss, abs=1e-10)
@@ -59,14 +59,14 @@ def test_loss_and_gradients_are_those_of_padded_rows(micro_batch, net, rows):
 
 
 def test_every_row_is_in_one_pass_and_the_last_is_marked(rows):
-    passes = list(packed_passes(rows.part(range(len(LENGTHS))), 4))
+    passes = list(packed_passes(rows.get_batch(range(len(LENGTHS))), 4))
     assert sorted(row for batch, _ in passes for row in batch.rows.tolist()) == list(range(len(LENGTHS)))
     assert [is_last for _, is_last in passes] == [False, False, True]
     assert sum(batch.tokens.numel() for batch, _ in passes) == sum(LENGTHS)
 
 
 def test_an_empty_part_is_the_stand_in(rows):
-    ((batch, is_last),) = packed_passes(rows.part([]), None)
+    ((batch, is_last),) = packed_passes(rows.get_batch([]), None)
     assert is_last and not isinstance(batch, PackedBatch) and batch.labels.eq(IGNORE).all()
 
 
@@ -80,7 +80,7 @@ def test_groups_hold_every_token_once():
 
 def test_packed_rows_have_dropout_too(net, rows):
     net.train()
-    part = rows.part(range(len(LENGTHS)))
+    part = rows.get_batch(range(len(LENGTHS)))
     torch.manual_seed(0)
     assert gradients(net, packed_passes(part, None))[0] != gradients(net, packed_passes(part, None))[0]
 
@@ -90,7 +90,7 @@ def test_on_a_gpu_and_in_compiled_models_nothing_is_packed(device_type, compiled
     net = BertForTokenClassification.from_pretrained(save_model(tmp_path), num_labels=4)
     cut = choose_passes(net, rows, torch.device(device_type), None, compiled)
     assert type(net) is BertForTokenClassification
-    assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.part(range(len(LENGTHS)))))
+    assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.get_batch(range(len(LENGTHS)))))
 
 
 def test_a_model_that_takes_packed_rows_is_saved_as_transformers_own(net, tmp_path):

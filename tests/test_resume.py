@@ -3,10 +3,12 @@
 import re
 import shutil
 import time
+from argparse import ArgumentTypeError
 
 import pytest
 
 from common.errors import UserError
+from common.launch import cli
 from common.record import checkpoint
 from common.record.metrics import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
@@ -69,6 +71,45 @@ def test_a_run_without_checkpoints_starts_anew_under_resume_auto(tmp_path):
 def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
     kept = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
     assert kept == ["latest", "step-00000105", "step-00000110", "step-00000112"]
+
+
+SMALL_STEPS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 2, "--global-batch", 8)  # 180 an epoch
+
+
+def test_resumed_from_a_checkpoint_that_the_clock_asked_for_in_mid_epoch_it_ends_bit_for_bit_the_same(tmp_path):
+    play(MNIST, (3, 1), tmp_path / "whole", *SMALL_STEPS, "--save-every", "0.001m", "--keep", 1000)
+    steps = [int(path.name[5:]) for path in (tmp_path / "whole" / "checkpoints").glob("step-*")]
+    in_mid_epoch = [step for step in steps if step % 180]
+    assert in_mid_epoch, steps
+    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{max(in_mid_epoch):08d}"
+    play(MNIST, (3, 1), tmp_path / "resumed", *SMALL_STEPS, "--save-every", "1h", "--resume", checkpoint)
+    assert largest_difference(weights(tmp_path / "resumed"), weights(tmp_path / "whole")) == 0.0
+    assert [row["step"] for row in rows(tmp_path / "resumed", "train")] == list(range(max(in_mid_epoch) + 1, 361))
+
+
+def test_by_default_a_checkpoint_is_due_every_fifteen_minutes():
+    parser = cli.parser("")
+    cli.add_output_flags(parser)
+    every = parser.parse_args([]).save_every
+    assert not every.is_due(500, unsaved_seconds=15 * 60 - 1)
+    assert every.is_due(501, unsaved_seconds=15 * 60)
+
+
+def test_steps_between_checkpoints_do_not_depend_on_the_clock(tmp_path):
+    play(MNIST, (2,), tmp_path, *SMALL_STEPS, "--max-steps", 100, "--save-every", 30, "--keep", 1000)
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert steps == [30, 60, 90, 100]
+
+
+@pytest.mark.parametrize("value", ["0", "0m", "-1h", "10s", "m", "1.5", "infh", "nanm"])
+def test_a_save_every_that_is_neither_steps_nor_time_is_refused(value):
+    with pytest.raises(ArgumentTypeError, match=f"'{value}' is not allowed: give a number of steps, minutes or hours"):
+        cli.save_every(value)
+
+
+def test_save_every_takes_steps_minutes_and_hours():
+    assert cli.save_every("500").steps == 500
+    assert [cli.save_every(text).seconds for text in ("10m", "0.5h")] == [600, 1800]
 
 
 def refusal(tmp_path, *flags) -> str:

@@ -13,10 +13,10 @@ from bert_ddp.finetune.examples import Sentence
 from bert_ddp.finetune.files import read_conll
 from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
-from bert_ddp.finetune.token_batches import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
 from common.uneven.batching import BatchPlan, plan_batches
+from common.uneven.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from tests.harness import SHARED
 from tests.small_bert import save_conll, save_model, save_ner, sentences
 
@@ -315,7 +315,7 @@ def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths
         sampler = TokenBalancedSampler(plan, 0, 1, lengths, None, 96)
         sampler.set_epoch(2)
         order, steps = sampler.order().numpy(), range(2 * 7, 3 * 7)  # of the third epoch
-        everyone = [sorted(row for rank in range(4) for row in sampler.part(order, step, rank)) for step in steps]
+        everyone = [sorted(row for rank in range(4) for row in sampler.part(step, rank)) for step in steps]
         assert everyone == [sorted(order[step * 32 : step * 32 + 32].tolist()) for step in range(7)]
 
 

@@ -16,19 +16,22 @@ def train(worker: Worker, args: Namespace) -> None:
         torch.manual_seed(derive_seed(args.seed, "weights"))
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         report = Report(group, plan, timer, options)
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
         report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                mine = plan.part(step, worker.rank)  # the samples that the loader must have given
+                part = move(part, device, precision.dtype)
+                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
-                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                saves = epoch_ends or report.checkpoint_is_due(step)
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
         report.summary(step)
@@ -49,9 +52,12 @@ def test_the_steps_that_make_training_exact_are_the_same_lines():
 
 def test_the_entries_end_in_the_same_call():
     for entry, module in ((MNIST, "mnist_ddp.train"), (BERT, "bert_ddp.pretrain.train")):
-        *_, guard, call = body(entry)
-        assert guard == 'if __name__ == "__main__":'
-        assert call == f'    start.main(flags(), "{module}:train", cli.check_training)'
+        assert body(entry)[-4:] == [
+            "def main() -> None:",
+            f'    start.main(flags(), "{module}:train", cli.check_training)',
+            'if __name__ == "__main__":',
+            "    main()",
+        ]
 
 
 def test_two_of_three_lines_of_the_mnist_trainer_stand_in_the_bert_trainer():

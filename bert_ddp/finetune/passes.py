@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bert_ddp.finetune.rows import Batch, Part, Rows
-from bert_ddp.finetune.token_batches import PASS_TOKENS
 from bert_ddp.model import speed
+from common.uneven.token_balance import PASS_TOKENS
 
 PACKING = speed.load("packing")
 

@@ -4,17 +4,17 @@ A *row* is what goes through the model at once: `[CLS] pieces [SEP]`. The first 
 and all other pieces have IGNORE.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from bert_ddp.finetune.token_batches import cut_passes
+from common.uneven.fingerprint import fingerprint
+from common.uneven.loading import BatchedDataset
+from common.uneven.token_balance import cut_passes
 
 IGNORE = -100  # the label of a position that does not count; cross_entropy's own default
 
@@ -31,25 +31,13 @@ class Batch:
     labels: torch.Tensor  # ner: (B, S), IGNORE where there is none; classify: (B,)
     rows: torch.Tensor  # (B,): which rows of the data set these are; -1 for the stand-in of an empty part
 
-    def to(self, device: torch.device) -> "Batch":
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            segments=None if self.segments is None else self.segments.to(device, non_blocking=True),
-            mask=None if self.mask is None else self.mask.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-        )
-
     def inputs(self) -> dict[str, Any]:
         """The arguments of the model's forward, by the names that `transformers` gives them."""
         return {"input_ids": self.tokens, "attention_mask": self.mask, "token_type_ids": self.segments}
 
 
-class Rows(Dataset):
-    """A data set's token rows, one after the other in flat arrays.
-
-    `DataLoader(batch_sampler=..., collate_fn=as_is)` gets a `Part` at a time from it.
-    """
+class Rows(BatchedDataset):
+    """A data set's token rows, one after the other in flat arrays."""
 
     def __init__(
         self,
@@ -73,11 +61,9 @@ class Rows(Dataset):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def part(self, indices: Sequence[int]) -> "Part":
+    def get_batch(self, indices: Sequence[int]) -> "Part":
         """These rows, not yet padded; none at all for an empty part."""
         return Part(self, np.asarray(indices, dtype=np.int64))
-
-    __getitems__ = part  # what a DataLoader calls, once for a whole part
 
     def batch(self, indices: np.ndarray) -> Batch:
         """These rows as tensors, padded to their longest. No rows give a stand-in row whose label does not count."""
@@ -99,10 +85,7 @@ class Rows(Dataset):
 
     def fingerprint(self) -> str:
         """Sixteen hex digits of all tokens and labels."""
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (self.lengths, self.tokens, self.labels):
-            digest.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
+        return fingerprint(self.lengths, self.tokens, self.labels)
 
 
 @dataclass(frozen=True)
@@ -131,11 +114,6 @@ def of_labelled(values: list[int] | int, labels: list[int] | int) -> list[int]:
         return [values]
     assert isinstance(labels, list)
     return [value for value, label in zip(values, labels, strict=True) if label != IGNORE]
-
-
-def as_is(part: Any) -> Part:
-    """The DataLoader's collate function: `__getitems__` has made a part already."""
-    return part
 
 
 def int64_tensor(values: np.ndarray) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Fine-tuning and evaluation of a tagger or classifier; mnist_ddp/train.py is a simpler version of the same.
 
 Every worker of every node runs `train`. Two things differ from MNIST: the ranks' parts of a global batch are balanced
-by tokens (token_batches.py), and the loss of tagging is a mean over labelled words, whose number is counted in advance.
+by tokens (token_balance.py), and the loss of tagging is a mean over labelled words, whose number is counted in advance.
 """
 
 from argparse import Namespace
@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from bert_ddp.finetune import best, data, scores
 from bert_ddp.finetune.encoding import LabelledRows
 from bert_ddp.finetune.passes import choose_passes
-from bert_ddp.finetune.rows import IGNORE, as_is, of_labelled
+from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.scores import Scores
 from bert_ddp.finetune.sources import DataOptions
-from bert_ddp.finetune.token_batches import PASS_TOKENS, SortedShard, TokenBalancedSampler
 from bert_ddp.model import pretrained, speed
 from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
 from common.join.process_group import Group, process_group
@@ -30,12 +28,15 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
+from common.uneven.batches import move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
+from common.uneven.loading import part_loader
 from common.uneven.precision import Precision
 from common.uneven.seeding import derive_seed
 from common.uneven.sums import Sums
 from common.uneven.timer import StepTimer
+from common.uneven.token_balance import PASS_TOKENS, SortedShard, TokenBalancedSampler
 
 
 def train(worker: Worker, args: Namespace) -> None:
@@ -58,7 +59,7 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
         most_rows, pass_tokens = args.micro_batch, PASS_TOKENS[device.type]
         sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, most_rows, pass_tokens)
-        train_loader = DataLoader(rows, batch_sampler=sampler, collate_fn=as_is)
+        train_loader = part_loader(rows, sampler)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -80,9 +81,11 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        stand_in, _ = next(cut(rows.part([])))  # a row whose label does not count: it stands for no rows
+        stand_in = move(
+            next(cut(rows.get_batch([])))[0], device
+        )  # a row whose label does not count: it stands for no rows
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
-        model = ddp.wrap(compiled, timer, lambda model: model(**stand_in.to(device).inputs()).logits.sum())
+        model = ddp.wrap(compiled, plan, timer, lambda model: model(**stand_in.inputs()).logits.sum())
         report = Report(group, plan, timer, options)
         for note in found.notes:
             report.line(note)
@@ -95,7 +98,7 @@ def train(worker: Worker, args: Namespace) -> None:
         best_score = best.score_so_far(group, folder, measure, step)
 
         def save(into: str, keep: int, **numbers: float) -> None:
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}
                     write_extra = pretrained.files_of(net, tokenizer)
@@ -108,12 +111,12 @@ def train(worker: Worker, args: Namespace) -> None:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
             counts = plan.sums_in_steps(rows.counts, sampler.order())  # labelled words or rows, over all ranks
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = counts[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
-                    micro = micro.to(device)
+                    micro = move(micro, device)
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits = model(**micro.inputs()).logits
@@ -121,14 +124,14 @@ def train(worker: Worker, args: Namespace) -> None:
                         precision.backward(micro_loss / count)  # the all-reduce sums over the ranks
                     loss_sum += micro_loss.detach()
                 lr = scheduler.get_last_lr()[0]
-                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
                 report.note(step, loss_sum, float(lr), grad_norm, count)
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                saves = epoch_ends or report.checkpoint_is_due(step)
                 if saves or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
@@ -178,8 +181,8 @@ def evaluate(
     sums = Sums("loss", "count", device=device)
     predicted: dict[int, list[int]] = {}  # row -> the labels of its words, or its class
     for indices in SortedShard(held_out.rows.lengths, worker.rank, worker.world_size, eval_batch):
-        for batch, _ in held_out.rows.part(indices).passes(None, PASS_TOKENS[device.type]):
-            batch = batch.to(device)
+        for batch, _ in held_out.rows.get_batch(indices).passes(None, PASS_TOKENS[device.type]):
+            batch = move(batch, device)
             with precision.autocast():
                 logits = net(**batch.inputs()).logits
             sums.add(loss_of(logits.to(precision.dtype), batch.labels), (batch.labels != IGNORE).sum())

@@ -6,24 +6,24 @@ Which tokens are masked depends on (seed, epoch, row), and not on the layout. *H
 (`MaskedRows.counts`), so every rank knows the count of every optimizer step without asking the others.
 """
 
-import multiprocessing
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from bert_ddp.text.corpus import Corpus
+from common.uneven.loading import BatchedDataset
 from common.uneven.seeding import derive_seed
+
+if TYPE_CHECKING:  # every process of a loader imports this module, and need not import what makes a corpus
+    from bert_ddp.text.corpus import Corpus
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 SHARE_MASKED, SHARE_RANDOM = 0.8, 0.1  # of the chosen tokens; the rest stay as they are. Devlin et al. 2019, 3.1
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Rows after masking, and the words that were masked."""
 
     input_ids: torch.Tensor  # (B, L)
@@ -33,35 +33,11 @@ class Batch:
     labels: torch.Tensor  # (B, P) the words that were there, then IGNORED
     next_labels: torch.Tensor  # (B,) 1 where the second segment is from elsewhere
 
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    def __getitem__(self, piece: slice) -> "Batch":
-        return self._map(lambda tensor: tensor[piece])
-
-    def to(self, device: torch.device) -> "Batch":
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            changed[field.name] = None if value is None else change(value)
-        return Batch(**changed)
-
     @property
     def inputs(self) -> dict[str, torch.Tensor | None]:
         """What the model takes."""
         names = ("input_ids", "token_type_ids", "attention_mask", "positions")
         return {name: getattr(self, name) for name in names}
-
-
-def as_is(batch: Any) -> Any:
-    """The DataLoader's collate function: `MaskedRows` has made a batch already."""
-    return batch
 
 
 @dataclass(frozen=True)
@@ -73,10 +49,11 @@ class Masking:
     seed: int | None
 
 
-class MaskedRows(Dataset):
-    """Rows of a table, masked as they are read. `DataLoader(batch_sampler=..., collate_fn=as_is)` gets `Batch`es.
+class MaskedRows(BatchedDataset):
+    """Rows of a table, masked as they are read.
 
-    Call `set_epoch` before each epoch, for new masks. `counts` (rows,) says how many tokens of each row are masked.
+    Masks are those of the epoch that the indices carry (`common.uneven.sampling.Indices`), or else of epoch 0. `counts`
+    (rows,) says how many tokens of each row are masked.
     """
 
     def __init__(
@@ -88,7 +65,6 @@ class MaskedRows(Dataset):
         word that continues another, such as ##ing, and is needed for whole words only.
         """
         self.table, self.meta, self.masking, self.padded, self.continues = table, meta, masking, padded, continues
-        self.epoch = 0
         special = [meta["special"][name] for name in ("cls", "sep", "pad", "mask")]
         self.is_special = np.zeros(meta["vocab_size"], dtype=bool)
         self.is_special[special] = True
@@ -101,11 +77,8 @@ class MaskedRows(Dataset):
     def __len__(self) -> int:
         return len(self.counts)
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """These rows, masked as in the current epoch; no rows for an empty part."""
+    def get_batch(self, indices: Sequence[int]) -> Batch:
+        """These rows, masked as in the epoch of `indices`; no rows for an empty part."""
         length = self.meta["sequence_length"]
         if not len(indices):  # zero rows of the right shape
             rows = {"input_ids": np.zeros((0, length), np.int64)}
@@ -124,8 +97,6 @@ class MaskedRows(Dataset):
             torch.from_numpy(labels),
             torch.from_numpy(rows["next_label"]),
         )
-
-    __getitems__ = batch  # what a DataLoader calls, once for a whole batch
 
     def _masked(self, rows: dict[str, np.ndarray], indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(words after masking (B, L), positions (B, P), the words that were there (B, P))."""
@@ -146,7 +117,7 @@ class MaskedRows(Dataset):
     def _random(self, indices: Sequence[int], count: int) -> np.ndarray:
         if self.masking.seed is None:
             return random_numbers(derive_seed(0, "held-out masks"), indices, count)
-        return random_numbers(derive_seed(self.masking.seed, "masks", self.epoch), indices, count)
+        return random_numbers(derive_seed(self.masking.seed, "masks", getattr(indices, "epoch", 0)), indices, count)
 
     def _choose(self, ids: np.ndarray, length: np.ndarray, counts: np.ndarray, random: np.ndarray) -> np.ndarray:
         """Positions (B, P) of the tokens to mask, `counts` (B,) in each row, in order; then 0, where [CLS] is.
@@ -187,7 +158,7 @@ def random_numbers(key: int, rows: Sequence[int], count: int) -> np.ndarray:
     return (mixed >> np.uint64(11)) * 2.0**-53
 
 
-def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
+def of_corpus(corpus: "Corpus", probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
     """Training rows, whose masks are new in every epoch, and held-out rows, whose masks are fixed."""
     continues = np.load(corpus.folder / "continues.npy")
 
@@ -199,8 +170,8 @@ def of_corpus(corpus: Corpus, probability: float, whole_words: bool, seed: int) 
 
 
 def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-    """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in the current epoch."""
-    batch = part.batch(list(numbers))
+    """Rows as the six arrays of a shard of NVIDIA's pipeline (see shards.py), masked as in epoch 0."""
+    batch = part.get_batch(list(numbers))
     full = torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask
     tensors = {
         "input_ids": batch.input_ids,
@@ -211,18 +182,3 @@ def as_shard(part: MaskedRows, numbers: Sequence[int]) -> dict[str, np.ndarray]:
         "next_sentence_labels": batch.next_labels,
     }
     return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-
-def loading(workers: int, device: torch.device) -> dict[str, Any]:
-    """Options for DataLoaders that make batches in `workers` processes beside the training.
-
-    A process that has threads (torch's, the tokenizers') must not fork. So the loader's workers are forked from a
-    fork server, which has imported the large libraries once, or are started afresh where there is no fork.
-    """
-    options: dict[str, Any] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
-    if workers:
-        methods = multiprocessing.get_all_start_methods()
-        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        context.set_forkserver_preload(["torch", "datasets"])
-        options["multiprocessing_context"] = context
-    return options

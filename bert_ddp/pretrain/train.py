@@ -27,13 +27,16 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
-from common.uneven.batching import micro_batches, plan_batches
+from common.uneven.batches import micro_batches, move
+from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
+from common.uneven.loading import part_loader
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
 from common.uneven.sums import Sums
 from common.uneven.timer import StepTimer
+from common.uneven.workers import worker_options
 
 
 def train(worker: Worker, args: Namespace) -> None:
@@ -41,10 +44,11 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         options, timer = cli.run_options(args, "bert"), StepTimer(device)
+        loading = worker_options(args.data_workers, device, preload=["datasets"])  # their start takes seconds
 
         # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
         # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
-        # perhaps empty: the data set makes a whole batch at once, so there is nothing to collate.
+        # perhaps empty.
         with group.first_on_node("the token rows"):
             source = pretrained.locate(args.init_from, "--init-from") if args.init_from else None
             text = corpus.load(corpus_options(args), source, worker.rank)
@@ -53,10 +57,9 @@ def train(worker: Worker, args: Namespace) -> None:
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
-        loading = rows.loading(args.data_workers, device)
-        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=rows.as_is, **loading)
+        train_loader = part_loader(train_set, sampler, **loading)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
-        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=rows.as_is, **loading)
+        test_loader = part_loader(test_set, shard, **loading)
 
         # Model. The seed gives every layout the same initial weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -78,8 +81,8 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        empty = train_set.batch([]).to(device)
-        model = ddp.wrap(net, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
+        empty = move(train_set.get_batch([]), device, precision.dtype)
+        model = ddp.wrap(net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
         report = Report(group, plan, timer, options)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
@@ -90,7 +93,7 @@ def train(worker: Worker, args: Namespace) -> None:
             text.copy_tokenizer(path)
 
         def save() -> None:
-            with report.pause(), group.others_wait(f"rank 0, which saves step {step}"):
+            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
@@ -101,13 +104,14 @@ def train(worker: Worker, args: Namespace) -> None:
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            train_set.set_epoch(epoch)
             masked_tokens = plan.sums_in_steps(train_set.counts, sampler.order())  # of each step, over all ranks
-            for part in timer.steps(train_loader):
+            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 count = masked_tokens[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
-                for micro, is_last in micro_batches(part.to(device), args.micro_batch):  # at least one, perhaps empty
+                mine = plan.part(step, worker.rank)  # the samples that the loader must have given
+                part = move(part, device, precision.dtype)
+                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits, next_logits = model(**micro.inputs)
@@ -118,7 +122,7 @@ def train(worker: Worker, args: Namespace) -> None:
                         precision.backward(micro_loss / count)  # the all-reduce sums over the ranks
                     loss_sum += micro_loss.detach()
                 lr = scheduler.get_last_lr()[0]
-                grad_norm = precision.step(model, optimizer, args.clip_norm)
+                grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
@@ -126,7 +130,7 @@ def train(worker: Worker, args: Namespace) -> None:
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                saves = epoch_ends or (args.save_every and step % args.save_every == 0)
+                saves = epoch_ends or report.checkpoint_is_due(step)
                 if saves or evaluates or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
@@ -152,14 +156,14 @@ def evaluate(net: torch.nn.Module, loader: DataLoader, precision: Precision, dev
     net.eval()
     sums = Sums("loss", "correct", "count", "next_correct", "next_count", device=device)
     for batch in loader:
-        batch = batch.to(device)
+        batch = move(batch, device, precision.dtype)
         with precision.autocast():
             logits, next_logits = net(**batch.inputs)
             labels = batch.labels.flatten()
             loss_sum = cross_entropy(logits, labels, reduction="sum")
         sums.add(loss_sum, (logits.argmax(dim=1) == labels).sum(), (labels != rows.IGNORED).sum(), 0, 0)
         if next_logits is not None:
-            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch))
+            sums.add(0, 0, 0, (next_logits.argmax(dim=1) == batch.next_labels).sum(), len(batch.labels))
     net.train()
     total = sums.reduce()
     count = total["count"]

@@ -14,7 +14,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # launchers may start this file by its path
+if not __package__:  # launchers may start this file by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.launch import cli, start
 

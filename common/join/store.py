@@ -4,11 +4,13 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -149,14 +151,16 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
 
 
 def _command_for(node: int, address: str, port: int) -> str:
-    """The command line of this process as another node must type it."""
+    """The command line of this process as another node must type it, by its name if PATH finds it there."""
     ours = ("-i", "--node-rank", "--master-addr", "--master-port", "--interface", "--out-dir")
     kept, skip = [], False
     for part in sys.argv[1:]:
         if not skip and part.partition("=")[0] not in ours and not re.fullmatch(r"-i\d+", part):
             kept.append(part)
         skip = part in ours
-    return shlex.join([sys.argv[0], *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
+    name = Path(sys.argv[0]).name
+    program = name if shutil.which(name) == sys.argv[0] else sys.argv[0]
+    return shlex.join([program, *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
 
 
 def _holder(port: int) -> str:

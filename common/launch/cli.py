@@ -18,7 +18,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.launch.layout import Layout
-from common.launch.options import JoinOptions, LayoutFlags, RunOptions
+from common.launch.options import JoinOptions, LayoutFlags, RunOptions, SaveEvery
 
 JOIN_TIMEOUT_SECONDS = 300.0
 # may differ between the nodes of one job
@@ -35,6 +35,7 @@ MAY_CHANGE = {
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "eval_batch", "max_steps", "precision", "compile"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
 }
+SECONDS = {"m": 60.0, "h": 3600.0}  # of the units of --save-every
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
 
@@ -156,7 +157,13 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--resume", nargs="?", const="auto", metavar="auto|PATH", help="continue from a checkpoint, on any layout"
     )
-    group.add_argument("--save-every", type=positive_int, metavar="S", help="steps between checkpoints (each epoch)")
+    group.add_argument(
+        "--save-every",
+        type=save_every,
+        default="15m",
+        metavar="500|10m|1h",
+        help="steps, minutes or hours between checkpoints; each epoch's end has one too",
+    )
     group.add_argument("--keep", type=positive_int, default=3, metavar="K", help="checkpoints to keep")
     group.add_argument("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
     group.add_argument(
@@ -218,6 +225,7 @@ def run_options(args: argparse.Namespace, name: str) -> RunOptions:
         out_dir=args.out_dir,
         resume=args.resume,
         eval_only=args.eval_only,
+        save_every=args.save_every,
         log_every=args.log_every,
         tensorboard=args.tensorboard,
         unit=getattr(args, "unit", "samples"),
@@ -277,6 +285,20 @@ def probability(text: str) -> float:
 def percent(text: str) -> float:
     """A percentage as a fraction: 99 -> 0.99."""
     return _number(float, text, "a percentage above 0 and up to 100, such as 99", lambda value: 0 < value <= 100) / 100
+
+
+def save_every(text: str) -> SaveEvery:
+    """Steps, minutes or hours: 500, 10m, 1h."""
+    unit = SECONDS.get(text[-1:])
+    try:
+        amount = float(text[:-1]) if unit else int(text)
+    except ValueError:
+        amount = 0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give a number of steps, minutes or hours above 0, such as 500, 10m or 1h"
+        )
+    return SaveEvery(text, seconds=amount * unit) if unit else SaveEvery(text, steps=int(amount))
 
 
 def gpus_per_node(text: str) -> tuple[int, ...]:

@@ -39,6 +39,24 @@ class JoinOptions:
 
 
 @dataclass(frozen=True)
+class SaveEvery:
+    """When a checkpoint is due besides each epoch's end: every so many steps, or after so many seconds."""
+
+    text: str  # as typed
+    steps: int | None = None
+    seconds: float | None = None
+
+    def is_due(self, step: int, unsaved_seconds: float) -> bool:
+        """Whether to save after `step` steps in all, `unsaved_seconds` after the last checkpoint."""
+        if self.steps:
+            return step % self.steps == 0
+        return self.seconds is not None and unsaved_seconds >= self.seconds
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """What a run writes, and where."""
 
@@ -46,6 +64,7 @@ class RunOptions:
     out_dir: Path | None
     resume: str | None  # None, "auto" or a path
     eval_only: bool
+    save_every: SaveEvery
     log_every: int  # steps between rows of metrics.jsonl
     tensorboard: bool
     unit: str  # what a batch is counted in: samples or rows

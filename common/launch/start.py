@@ -31,7 +31,9 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
         if check:
             check(args, layout)
         if importlib.util.find_spec("torch") is None:
-            raise UserError(f"{sys.executable} has no torch: use .venv/bin/python, which `make .venv` makes")
+            raise UserError(
+                f"{sys.executable} has no torch: install it, or use .venv/bin/python, which `make .venv` makes"
+            )
     except ExplainedError as error:
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     workers = layout.workers()

@@ -5,6 +5,9 @@ from typing import Any
 
 from common.record.metrics import read_metrics
 
+# from the bottom of a bar to its top
+COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
+
 
 def plot_curves(metrics: Path, picture: Path) -> None:
     """Draw loss, evaluations and time by rank of `metrics`, a metrics.jsonl, into the PNG `picture`."""
@@ -44,10 +47,10 @@ def plot_curves(metrics: Path, picture: Path) -> None:
 
 
 def _plot_ranks(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """One bar a rank: how a step's time divides into compute, communication and waiting. Above it the rank's share."""
+    """One bar a rank: how a step's time divides. Above it the rank's share, and its rate while it computes."""
     shares = rows[-1]["shares"]
     bottom = [0.0] * len(shares)
-    for name, color in (("compute", "tab:green"), ("communication", "tab:blue"), ("wait", "tab:orange")):
+    for name, color in COLORS.items():
         # the median over the run, because the first steps are much slower than the rest
         values = [sorted(row[f"{name}_ms"][rank] for row in rows)[len(rows) // 2] for rank in range(len(shares))]
         axes.bar(range(len(shares)), values, bottom=bottom, label=name, color=color)

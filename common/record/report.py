@@ -1,13 +1,11 @@
-"""The report of a training run: what rank 0 prints and writes about it.
+"""The report of a training run: what the ranks note, and what rank 0 prints and writes about it (output.py).
 
 A report decides nothing: the trainer judges whether a loss is good enough, or not finite. Two of its methods
 exchange numbers between the ranks, and their names say so: `open_together` and `exchange`.
 """
 
 import contextlib
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +13,17 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import RunError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record import run_json, wording
-from common.record.clock import Clock, gather_steps, split_times
-from common.record.metrics import Metrics
-from common.record.plots import plot_curves
-from common.record.terminal import Terminal
+from common.record import wording
+from common.record.clock import Clock
+from common.record.output import Output
+from common.record.steps import Done, Noted, gather_steps
 from common.uneven.batching import BatchPlan
 from common.uneven.timer import StepTimer
 
 EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
 MOST_STEPS_NOTED = 100  # between two exchanges
-# of a step's time: its name in "ranks" rows -> in the summary
-TIMES = {"compute": "compute", "communication": "communication", "wait": "waiting"}
-NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
-
-
-@dataclass(frozen=True)
-class Noted:
-    """One optimizer step as this rank knows it. Tensors stay on the device."""
-
-    step: int
-    loss_sum: torch.Tensor  # of this rank's samples
-    count: float  # over all ranks
-    lr: float | torch.Tensor
-    grad_norm: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Done:
-    """One optimizer step as all ranks know it."""
-
-    step: int
-    loss: float  # the mean over the global batch
-    grad_norm: float
 
 
 class Report:
@@ -61,12 +34,9 @@ class Report:
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
-        self.first_step = self.last_step = self.samples = 0
+        self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
-        self.sums_ms = dict.fromkeys(TIMES.values(), 0.0)
-        self.terminal: Terminal | None = None  # on rank 0, like the next two
-        self.metrics: Metrics | None = None
-        self.folder = Path()
+        self.output: Output | None = None  # on rank 0
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
         """Open the files of this run and print the header. `facts` are further header lines, such as the data.
@@ -74,31 +44,15 @@ class Report:
         In a resumed run every rank gets the last evaluation and the seconds of training so far. Every rank
         must call this.
         """
-        self.first_step = self.last_step = first_step
-        known: list[Any] = [0.0, {}]
+        known: list[Any] = [(0.0, {})]
         with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
             if self.group.worker.is_main:
-                known = self._open_files(folder, total_steps, facts)
+                where = (folder, first_step, total_steps, facts)
+                self.output = Output(self.group, self.plan, self.options, *where)
+                known = [self.output.so_far()]
         dist.broadcast_object_list(known, src=0)
-        self.clock, self.last_eval = Clock(known[0]), known[1]
-
-    def _open_files(self, folder: Path, total_steps: int, facts: Mapping[str, object]) -> list[Any]:
-        layout = self.group.worker.layout
-        start = (folder, layout, self.group.views, self.plan.shares, self.options.flags, facts, self.first_step)
-        self.folder = folder
-        try:
-            steps_per_epoch, tensorboard = self.plan.steps_per_epoch, self.options.tensorboard
-            self.metrics = Metrics(folder, self.first_step, steps_per_epoch, tensorboard)
-            run_json.add_start(*start)
-        except OSError as error:
-            raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-        say(wording.header(self.group, self.plan, self.options, {**facts, "files": folder}), rank=0)
-        self.terminal = Terminal(self.first_step, total_steps)
-        evaluations = [row for row in self.metrics.rows_before if row["kind"] == "eval"]
-        if not evaluations:
-            return [0.0, {}]
-        last = {name: value for name, value in evaluations[-1].items() if name not in NOT_MEASURES}
-        return [evaluations[-1]["training_seconds"], last]
+        seconds, self.last_eval = known[0]
+        self.clock = Clock(seconds)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -128,73 +82,51 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        loss_sums, compute, exchange = gather_steps(self.timer, [one.loss_sum for one in noted])
-        samples = sum(self.plan.global_count(one.step - 1) for one in noted)
-        rate = samples / self.clock.lap()
-        self.samples += samples
-        # All ranks compute this from the same gathered numbers.
-        step_ms = float((compute + exchange).sum(dim=1).max()) / len(noted)
-        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(step_ms, 1e-3))))
-        losses = loss_sums.sum(dim=0).tolist()
-        done = [Done(one.step, loss / one.count, float(one.grad_norm)) for one, loss in zip(noted, losses, strict=True)]
-        self.last_step = done[-1].step
-        times = split_times(compute, exchange)
-        for name, values in times.items():
-            self.sums_ms[TIMES[name]] += float(values.mean(dim=0).sum())
-        if self.metrics:
-            means = {f"{name}_ms": [round(ms, 3) for ms in part.mean(dim=1).tolist()] for name, part in times.items()}
-            self.metrics.write("ranks", self.last_step, shares=self.plan.shares_at(self.last_step - 1), **means)
-            for one, row in zip(noted, done, strict=True):
-                if not math.isfinite(row.loss):  # the trainer ends the run here
-                    break
-                if row.step % self.options.log_every == 0:
-                    numbers = {"loss": row.loss, "lr": float(one.lr), "grad_norm": row.grad_norm}
-                    self.metrics.write("train", row.step, **numbers, samples_per_second=rate)
-        if self.terminal:
-            self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
+        gathered = gather_steps(self.timer, [one.loss_sum for one in noted], self.clock.unsaved_seconds)
+        # All ranks compute these two from the same gathered numbers.
+        self.unsaved_seconds = gathered.unsaved_seconds
+        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
+        losses = gathered.loss_sums.sum(dim=0).tolist()
+        done = [
+            Done(one.step, loss / one.count, float(one.lr), float(one.grad_norm))
+            for one, loss in zip(noted, losses, strict=True)
+        ]
+        if self.output:
+            self.output.steps(done, gathered.times(), self.clock)
         return done
 
-    # --- evaluation, summary -----------------------------------------------------------------------------------
+    # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
+
+    def checkpoint_is_due(self, step: int) -> bool:
+        """True when --save-every asks for a checkpoint after `step` steps; the same on every rank."""
+        return self.options.save_every.is_due(step, self.unsaved_seconds)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Use around a checkpoint: its time does not count as training, and --save-every counts from its end."""
+        with self.clock.saving():
+            yield
+        self.unsaved_seconds = 0.0
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Use around evaluation and checkpoints: their time does not count as training."""
+        """Use around an evaluation: its time does not count as training."""
         return self.clock.pause()
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
-        if self.metrics:
-            self.metrics.write("eval", step, training_seconds=round(self.clock.seconds, 3), **numbers)
+        if self.output:
+            self.output.evaluation(step, numbers, self.clock)
         self.line(f"step {step}: {wording.measures(numbers)}")
 
     def line(self, text: str) -> None:
         """One line from rank 0."""
-        if self.terminal:
-            self.terminal.line(text)
+        if self.output:
+            self.output.terminal.line(text)
         elif self.group.worker.is_main:
             say(text, rank=0)
 
     def summary(self, step: int, **numbers: object) -> None:
         """Print the last lines, write the last row, and plot curves.png."""
-        if not (self.metrics and self.terminal):
-            return
-        self.terminal.close()
-        if self.last_step == self.first_step:
-            say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
-            return
-        seconds, rate = self.clock.seconds, self.samples / self.clock.seconds_here
-        row = {"steps": step, "seconds": round(seconds, 3), "samples_per_second": rate}
-        row |= {f"{name}_seconds": round(value / 1e3, 3) for name, value in self.sums_ms.items()}
-        self.metrics.write("summary", step, **{**row, **self.last_eval, **numbers})
-        self.metrics.close()
-        spent = ", ".join(f"{name} {value / 1e3:.1f} s" for name, value in self.sums_ms.items())
-        found = f": {wording.measures(self.last_eval)}" if self.last_eval else ""
-        say(f"done     {step} steps{found}", rank=0)
-        say(
-            f"time     {seconds:.1f} s of training, {rate:,.0f} {self.options.unit}/s; mean over ranks: {spent}", rank=0
-        )
-        try:
-            plot_curves(self.metrics.path, self.folder / "curves.png")
-        except OSError as error:  # the training itself is done, and saved
-            say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
-        say(f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest", rank=0)
+        if self.output:
+            self.output.summary(step, self.last_eval, numbers, self.clock)

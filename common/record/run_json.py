@@ -36,7 +36,7 @@ def add_start(
             "seed": flags.get("seed"),
             "layout": {"source": layout.source, "world_size": layout.world_size},
             "shares": shares,
-            "ranks": [{name: view[name] for name in ("rank", "host", "device")} for view in views],
+            "ranks": [{name: view[name] for name in ("rank", "host", "pid", "device")} for view in views],
             "versions": versions(),
             "commit": git_commit(),
             "facts": {name: str(value) for name, value in facts.items()},

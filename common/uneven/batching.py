@@ -10,9 +10,8 @@ The order of samples does not depend on the layout. With B = global_batch, step 
 Nothing is padded and nothing repeated. Only the last step of an epoch may hold fewer than B samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 import torch
 
@@ -96,26 +95,3 @@ def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for index in by_remainder[: total - sum(parts)]:
         parts[index] += 1
     return tuple(parts)
-
-
-Self = TypeVar("Self", bound="Sliceable")
-
-
-class Sliceable(Protocol):
-    """A batch: it has a length, and a slice of it is a batch again."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self: Self, rows: slice, /) -> Self: ...
-
-
-def micro_batches(part: Self, micro_batch: int | None) -> Iterator[tuple[Self, bool]]:
-    """Yield pieces of at most `micro_batch` samples of a rank's part of one optimizer step, each with `is_last`.
-
-    An empty part gives one micro-batch of no rows. Its forward, backward and all-reduce run as always and add exactly
-    zero, so that every rank enters each collective once.
-    """
-    size = micro_batch or max(1, len(part))
-    starts = range(0, max(1, len(part)), size)
-    for start in starts:
-        yield part[start : start + size], start == starts[-1]

@@ -11,7 +11,7 @@ batch, whatever the ranks hold. Plain DDP averages over the ranks instead; there
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,51 +20,101 @@ import torch._dynamo  # optimizers import it at first use; here it is imported b
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from common.errors import UserError
+from common.uneven.batches import change, take_rows
+from common.uneven.batching import BatchPlan
+from common.uneven.checks import Guard, description, refuse_batch_norm, require_same
 from common.uneven.timer import StepTimer
 
 
+class UnevenDistributedDataParallel(DistributedDataParallel):
+    """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py)."""
+
+    def __init__(
+        self, net: torch.nn.Module, guarded: torch.nn.Module, layout_dependent: Collection[str], **options: Any
+    ):
+        super().__init__(net, **options)  # sends rank 0's buffers
+        self.guard = Guard(guarded, layout_dependent)
+
+
 def wrap(
-    model: torch.nn.Module,
+    net: torch.nn.Module,
+    plan: BatchPlan,
     timer: StepTimer,
     empty_loss: Callable[[torch.nn.Module], torch.Tensor],
     compiled: bool = False,
-) -> DistributedDataParallel:
-    """`model` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
+    stand_in: bool = False,
+    layout_dependent: Collection[str] = (),
+) -> UnevenDistributedDataParallel:
+    """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
     `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets after the
     first backward, which changes the order of summation: that backward is done here, and its gradients are thrown
-    away, so that a resumed run is bit-identical to one that was not interrupted.
+    away, so that a resumed run is bit-identical to one that was not interrupted. With `stand_in`, the model never gets
+    a batch of no rows: one row of zeros goes through it instead, and none comes out.
+
+    Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
+    same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
+    buffers that may.
     """
-    # Buffers are constants here, the same on every rank: they need no broadcast before each forward.
+    require_same({"the plan": plan, **description(net)})
+    refuse_batch_norm(net, layout_dependent)
+    # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    wrapped = DistributedDataParallel(
-        CompiledUnlessEmpty(model) if compiled else model,
+    compiled_net = CompiledUnlessEmpty(net) if compiled else net
+    wrapped = UnevenDistributedDataParallel(
+        StandInForNoRows(compiled_net) if stand_in else compiled_net,
+        net,
+        layout_dependent,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **keep_buffers,
     )
     wrapped.register_comm_hook(timer, _sum_over_ranks)
-    empty_loss(wrapped).backward()
+    _forward_of_no_rows(wrapped, empty_loss).backward()
+    wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
     return wrapped
 
 
+def _forward_of_no_rows(
+    model: UnevenDistributedDataParallel, empty_loss: Callable[[torch.nn.Module], torch.Tensor]
+) -> torch.Tensor:
+    try:
+        return empty_loss(model)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if model.guard.needs_whole_parts:  # its forward exchanges sums, which may have failed for other reasons
+            raise
+        raise UserError(
+            f"the model refuses a batch of no rows ({str(error).strip().splitlines()[0]}), which a rank with an empty "
+            "part has: give wrap(..., stand_in=True), or correct `empty_loss` if its inputs are wrong",
+            same_on_every_rank=True,
+        ) from error
+
+
 @contextmanager
-def reduce_gradients_if(is_last: bool, model: DistributedDataParallel, timer: StepTimer) -> Iterator[None]:
+def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, timer: StepTimer) -> Iterator[None]:
     """Use around forward *and* backward of a micro-batch. The last one's backward sums the gradients over the ranks.
 
     The earlier ones accumulate gradients on each rank. Forward must be inside, because DDP decides there whether the
     next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
+
+    Raises UserError where the last backward has not reached every parameter, where training has changed a buffer, and
+    where a layer that needs the whole global batch gets a micro-batch.
     """
+    model.guard.require_whole_part(is_last)
     alone = dist.get_world_size() == 1
+    timer.unmark("ready")
     with nullcontext() if is_last and not alone else model.no_sync():
         yield
     if is_last:
         if alone:
             timer.mark("ready")
         timer.mark("reduced")
+        model.guard.require_all_reached(all_reduced=timer.is_marked("ready"))
+        model.guard.require_same_buffers()
 
 
 def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -92,3 +142,30 @@ class CompiledUnlessEmpty(torch.nn.Module):
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
         first = next(iter((*inputs, *named.values())))
         return self.compiled(*inputs, **named) if len(first) else self.model(*inputs, **named)
+
+
+class StandInForNoRows(torch.nn.Module):
+    """A model that refuses a batch of no rows, such as an RNN, gets one row of zeros; none of its outputs is kept.
+
+    So the gradients of all parameters are exactly zero.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if not _has_no_rows(inputs, named):
+            return self.model(*inputs, **named)
+        inputs, named = change((inputs, named), _one_row_of_zeros)
+        return take_rows(self.model(*inputs, **named), slice(0, 0))
+
+
+def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    tensors = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(len(tensor) == 0 for tensor in tensors)
+
+
+def _one_row_of_zeros(leaf: Any) -> Any:
+    sizes = [max(1, size) for size in leaf.shape[1:]] if isinstance(leaf, torch.Tensor) else []
+    return leaf.new_zeros(1, *sizes) if isinstance(leaf, torch.Tensor) else leaf

@@ -31,15 +31,17 @@ class Precision:
         """`loss.backward()`, scaled up under fp16."""
         self.scaler.scale(loss).backward()
 
-    def step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float) -> torch.Tensor:
-        """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take one optimizer step.
+    def step(self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
+        """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
-        self.scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            self.scaler.unscale_(optimizer)
         norm = clip_grad_norm_(model.parameters(), clip_norm)
-        self.scaler.step(optimizer)
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
         return norm
 

@@ -21,7 +21,7 @@ class Indices(list[int]):
 
     def __init__(self, indices: Iterable[int] = (), epoch: int = 0):
         super().__init__(indices)
-        self.epoch = epoch
+        self.epoch = epoch  # evaluation always draws as in epoch 0
 
 
 class UnevenDistributedSampler(Sampler[list[int]]):
@@ -35,6 +35,7 @@ class UnevenDistributedSampler(Sampler[list[int]]):
     def __init__(self, plan: BatchPlan, rank: int, seed: int, shuffle: bool = True):
         self.plan, self.rank, self.seed, self.shuffle = plan, rank, seed, shuffle
         self.epoch = self.skip_steps = 0
+        self.drawn, self.drawn_epoch = torch.empty(0, dtype=torch.int64), -1
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Use the order of epoch `epoch`, and skip its first `skip_steps` steps, which a resumed run has done."""
@@ -42,6 +43,11 @@ class UnevenDistributedSampler(Sampler[list[int]]):
 
     def order(self) -> torch.Tensor:
         """This epoch's order of samples, the same on every rank: int64 (samples,)."""
+        if self.drawn_epoch != self.epoch:
+            self.drawn, self.drawn_epoch = self._draw(), self.epoch
+        return self.drawn
+
+    def _draw(self) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.plan.samples)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
@@ -71,7 +77,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(0, len(self.shard), self.batch):
-            yield list(self.shard[start : start + self.batch])
+            yield Indices(self.shard[start : start + self.batch])
 
     def __len__(self) -> int:
         return -(-len(self.shard) // self.batch)

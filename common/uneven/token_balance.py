@@ -67,7 +67,9 @@ def cut_parts(lengths: np.ndarray, shares: Sequence[float], most_rows: int | Non
 class TokenBalancedSampler(UnevenDistributedSampler):
     """For each optimizer step of an epoch, the rows of this rank's part, longest first; possibly none.
 
-    The global batches are those of UnevenDistributedSampler; only the ranks' parts of them differ.
+    The global batches are those of UnevenDistributedSampler; only the ranks' parts of them differ. For any data set
+    whose lengths are known: `lengths` (samples,) in tokens. `most_rows` is the most rows in one forward, and
+    `pass_tokens` what one more forward costs, in tokens; without them a part goes through the model at once.
     """
 
     def __init__(
@@ -75,26 +77,26 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         plan: BatchPlan,
         rank: int,
         seed: int,
-        lengths: np.ndarray,  # (rows,) in tokens
-        most_rows: int | None,  # in one pass
-        pass_tokens: int,
+        lengths: Sequence[int] | np.ndarray,
+        most_rows: int | None = None,
+        pass_tokens: int = 0,
     ):
         super().__init__(plan, rank, seed)
-        self.lengths, self.most_rows, self.pass_tokens = lengths, most_rows, pass_tokens
+        self.lengths, self.most_rows, self.pass_tokens = np.asarray(lengths), most_rows, pass_tokens
+        assert len(self.lengths) == plan.samples, (len(self.lengths), plan.samples)
 
-    def part(self, order: np.ndarray, step: int, rank: int) -> np.ndarray:
-        """Rank `rank`'s rows of step `step`, longest first; `order` is that of the step's epoch."""
+    def part(self, step: int, rank: int) -> np.ndarray:
+        """Rank `rank`'s rows of step `step`, longest first. The step must be in the epoch of `set_epoch`."""
         begin = self.plan.begin(step)
-        rows = order[begin : begin + self.plan.global_count(step)]
+        rows = self.order().numpy()[begin : begin + self.plan.global_count(step)]
         rows = rows[np.lexsort((rows, -self.lengths[rows]))]
         borders = cut_parts(self.lengths[rows], self.plan.shares_at(step), self.most_rows, self.pass_tokens)
         return rows[borders[rank] : borders[rank + 1]]
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order().numpy()
         first = self.epoch * self.plan.steps_per_epoch
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
-            yield Indices(self.part(order, step, self.rank).tolist(), self.epoch)
+            yield Indices(self.part(step, self.rank).tolist(), self.epoch)
 
 
 class SortedShard(Sampler[list[int]]):

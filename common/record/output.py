@@ -1,0 +1,114 @@
+"""What rank 0 prints and writes about a run: the header, metrics.jsonl, run.json, the summary, curves.png."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from common.console import say
+from common.errors import RunError
+from common.join.process_group import Group
+from common.launch.options import RunOptions
+from common.record import run_json, wording
+from common.record.clock import Clock
+from common.record.metrics import Metrics
+from common.record.plots import plot_curves
+from common.record.steps import Done
+from common.record.terminal import Terminal
+from common.uneven.batching import BatchPlan
+
+# of a step's time: its name in "ranks" rows -> in the summary
+TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
+NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
+
+
+class Output:
+    """Rank 0's lines and files of one run."""
+
+    def __init__(
+        self,
+        group: Group,
+        plan: BatchPlan,
+        options: RunOptions,
+        folder: Path,
+        first_step: int,
+        total_steps: int,
+        facts: Mapping[str, object],
+    ):
+        """Open the files and print the header. Raises RunError where `folder` cannot be written."""
+        self.plan, self.options, self.folder = plan, options, folder
+        self.first_step = self.last_step = first_step
+        self.samples = 0
+        self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
+        layout = group.worker.layout
+        try:
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, options.tensorboard)
+            run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
+        except OSError as error:
+            raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
+        say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
+        self.terminal = Terminal(first_step, total_steps)
+
+    def so_far(self) -> tuple[float, dict[str, float]]:
+        """Seconds of training, and the last evaluation, of the runs that this one continues."""
+        rows = self.metrics.rows_before
+        seconds = [row["training_seconds"] for row in rows if "training_seconds" in row]
+        evaluations = [row for row in rows if row["kind"] == "eval"]
+        last = evaluations[-1] if evaluations else {}
+        return (seconds[-1] if seconds else 0.0), {k: value for k, value in last.items() if k not in NOT_MEASURES}
+
+    def steps(self, done: Sequence[Done], times: Mapping[str, torch.Tensor], clock: Clock) -> None:
+        """Write the rows of these steps. `times` holds milliseconds by name, each (ranks, steps)."""
+        samples = sum(self.plan.global_count(one.step - 1) for one in done)
+        rate = samples / clock.lap()
+        self.samples += samples
+        self.last_step = done[-1].step
+        for one in done:
+            if not math.isfinite(one.loss):  # the trainer ends the run here
+                break
+            if one.step % self.options.log_every == 0:
+                numbers = {"loss": one.loss, "lr": one.lr, "grad_norm": one.grad_norm}
+                self.metrics.write("train", one.step, **numbers, samples_per_second=rate)
+        means = {f"{name}_ms": [round(ms, 3) for ms in part.mean(dim=1).tolist()] for name, part in times.items()}
+        shares, seconds = self.plan.shares_at(self.last_step - 1), round(clock.seconds, 3)
+        self.metrics.write("ranks", self.last_step, training_seconds=seconds, shares=shares, **means)
+        for name, part in times.items():
+            self.spent_ms[TIMES[name]] += float(part.mean(dim=0).sum())
+        self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
+
+    def evaluation(self, step: int, numbers: Mapping[str, float], clock: Clock) -> None:
+        self.metrics.write("eval", step, training_seconds=round(clock.seconds, 3), **numbers)
+
+    def summary(self, step: int, last_eval: Mapping[str, float], numbers: Mapping[str, object], clock: Clock) -> None:
+        """Print the last lines, write the last row, and plot curves.png.
+
+        `seconds` of the row are those of this run, and its parts add up to them; `training_seconds` are those of all
+        runs, as in the rows of evaluations.
+        """
+        self.terminal.close()
+        if self.last_step == self.first_step:
+            say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
+            return
+        seconds = clock.seconds_here
+        total, rate = clock.earlier_seconds + seconds, self.samples / seconds
+        spent = {name: ms / 1e3 for name, ms in self.spent_ms.items()}
+        spent["other"] = max(0.0, seconds - sum(spent.values()))  # between two steps, such as the exchange of a report
+        row = {"steps": step, "first_step": self.first_step, "samples_per_second": rate}
+        times = {"training_seconds": total, "seconds": seconds, **{f"{k}_seconds": spent[k] for k in spent}}
+        row |= {name: round(value, 3) for name, value in times.items()}
+        self.metrics.write("summary", step, **{**row, **last_eval, **numbers})
+        self.metrics.close()
+        found = f": {wording.measures(last_eval)}" if last_eval else ""
+        say(f"done     {step} steps{found}", rank=0)
+        since = f" since step {self.first_step} ({total:.1f} s over all runs)" if self.first_step else ""
+        parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
+        say(
+            f"time     {seconds:.1f} s of training{since}, {rate:,.0f} {self.options.unit}/s; mean over ranks: {parts}",
+            rank=0,
+        )
+        try:
+            plot_curves(self.metrics.path, self.folder / "curves.png")
+        except OSError as error:  # the training itself is done, and saved
+            say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
+        say(f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest", rank=0)

@@ -1,0 +1,72 @@
+"""What the ranks note about each optimizer step, exchanged about once a second."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common.uneven.timer import StepTimer
+
+
+@dataclass(frozen=True)
+class Noted:
+    """One optimizer step as this rank knows it. Tensors stay on the device."""
+
+    step: int
+    loss_sum: torch.Tensor  # of this rank's samples
+    count: float  # over all ranks
+    lr: float | torch.Tensor
+    grad_norm: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Done:
+    """One optimizer step as all ranks know it."""
+
+    step: int
+    loss: float  # the mean over the global batch
+    lr: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all ranks have noted about the steps since the last exchange. Tensors are (ranks, steps), on the CPU."""
+
+    loss_sums: torch.Tensor
+    loading_ms: torch.Tensor
+    compute_ms: torch.Tensor
+    exchange_ms: torch.Tensor
+    unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
+
+    @property
+    def busy_ms(self) -> torch.Tensor:
+        """How long each rank took until its gradients were ready."""
+        return self.loading_ms + self.compute_ms
+
+    @property
+    def step_ms(self) -> float:
+        """The mean time of a step on the slowest rank."""
+        return float((self.busy_ms + self.exchange_ms).mean(dim=1).max())
+
+    def times(self) -> dict[str, torch.Tensor]:
+        """How each step's time divides: milliseconds by name, each (ranks, steps).
+
+        A rank waits until the slowest one has its gradients ready; the rest of its exchange is the transfer.
+        """
+        waiting = (self.busy_ms.max(dim=0).values - self.busy_ms).minimum(self.exchange_ms)
+        transfer = self.exchange_ms - waiting
+        return {"loading": self.loading_ms, "compute": self.compute_ms, "communication": transfer, "wait": waiting}
+
+
+def gather_steps(timer: StepTimer, loss_sums: Sequence[torch.Tensor], unsaved_seconds: float) -> Gathered:
+    """The steps since the last call on all ranks. `loss_sums` has one scalar a step, of this rank; `unsaved_seconds`
+    is by this rank's clock. Every rank must call this."""
+    sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
+    clock = torch.full_like(sums, unsaved_seconds)
+    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take()), clock])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    losses, loading, compute, exchange, clocks = torch.stack(everyone).cpu().unbind(dim=1)
+    return Gathered(losses, loading, compute, exchange, float(clocks[0, 0]))

@@ -1,0 +1,100 @@
+"""Batches of any structure, cut along their rows: tensors, and tuples, dicts or dataclasses of tensors.
+
+Dimension 0 of every tensor has one row for each sample. A list of texts has one text for each sample. This is what
+`default_collate` makes, and what most collate functions make. None stands for a part that a batch does not have.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+
+
+def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterator[tuple[Any, bool]]:
+    """Yield pieces of at most `micro_batch` rows of a rank's part of one optimizer step, each with `is_last`.
+
+    `expected` is the rank's part by the plan, `plan.part(step, rank)`. A batch with another number of rows would give
+    a wrong loss in silence, so it raises UserError.
+
+    An empty part gives one micro-batch of no rows. Its forward, backward and all-reduce run as always and add exactly
+    zero, so that every rank enters each collective once.
+    """
+    rows = rows_in(part)
+    if rows != len(expected):
+        raise UserError(
+            f"the data loader gave {rows} rows, but this rank's part of the global batch has {len(expected)}: "
+            "let the sampler make the batches, DataLoader(data, batch_sampler=sampler) or part_loader(data, sampler), "
+            "without batch_size, shuffle, sampler and drop_last"
+        )
+    size = micro_batch or max(1, rows)
+    starts = range(0, max(1, rows), size)
+    for start in starts:
+        yield take_rows(part, slice(start, start + size)), start == starts[-1]
+
+
+def rows_in(batch: Any) -> int:
+    """The number of rows of a batch. Raises UserError where its tensors do not have the same number."""
+    counts: dict[int, str] = {}
+
+    def count(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+            raise UserError("a tensor of the batch has no rows: collate a number for each sample, not one for all")
+        counts.setdefault(len(leaf), f"{len(leaf)} ({_described(leaf)})")
+        return leaf
+
+    change(batch, count)
+    if len(counts) != 1:
+        found = " and ".join(counts.values()) or "none"
+        raise UserError(f"the tensors of a batch must have the same number of rows, one for each sample, not {found}")
+    return next(iter(counts))
+
+
+def take_rows(batch: Any, rows: slice) -> Any:
+    """These rows of a batch, as a batch of the same structure. Tensors are views."""
+    return change(batch, lambda leaf: leaf[rows])
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The batch on `device`. Floating-point tensors get the type `dtype`, if given, and other tensors keep theirs."""
+
+    def to(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+
+    return change(batch, to)
+
+
+def change(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function(leaf)` for each tensor and each list of texts or numbers. None stays None."""
+    if batch is None:
+        return None
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        changed: Any = copy.copy(batch)  # of the same type, such as the BatchEncoding of transformers
+        changed.update({name: change(value, function) for name, value in batch.items()})
+        return changed
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(change(value, function) for value in batch))
+    if isinstance(batch, list | tuple):
+        if not any(isinstance(value, torch.Tensor | Mapping | list | tuple | None) for value in batch):
+            return function(batch)  # one text or number for each sample
+        return type(batch)(change(value, function) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return dataclasses.replace(batch, **{name: change(getattr(batch, name), function) for name in names})
+    if isinstance(batch, bool | int | float | str):  # a setting that is the same for all rows
+        return batch
+    raise UserError(
+        f"a batch holds a {type(batch).__name__}, whose rows are unknown: make it of tensors, in tuples, dicts or "
+        "dataclasses"
+    )
+
+
+def _described(leaf: Any) -> str:
+    return f"a tensor of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a list of {len(leaf)}"

@@ -1,0 +1,148 @@
+"""What would make the result depend on the layout, or wrong on all layouts, is refused by name.
+
+`ddp.wrap` and `ddp.reduce_gradients_if` run these checks; `first_loss_problem` is for a trainer to print.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from common.errors import UserError
+from common.uneven.fingerprint import fingerprint
+from common.uneven.global_batch import GlobalBatchNorm, needs_whole_parts
+
+SHOWN = 3  # names in a message
+
+
+def require_same(values: Mapping[str, object]) -> None:
+    """Raise the same UserError on every rank unless `values` are the same on all. Every rank must call this."""
+    mine = {name: str(value) for name, value in values.items()}
+    if len(set(_gathered(fingerprint(mine)))) == 1:
+        return
+    first, *others = _gathered(mine)  # only now, because they are large
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            here, there = first.get(name, "missing"), other.get(name, "missing")
+            if here != there:
+                raise UserError(
+                    f"{name} is {there} on rank {rank}, but {here} on rank 0: every rank must build the same model "
+                    "and read the same data",
+                    same_on_every_rank=True,
+                )
+
+
+def _gathered(value: Any) -> list[Any]:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def description(net: torch.nn.Module) -> dict[str, str]:
+    """What must be the same on every rank for their gradients to match: modules, parameters and buffers, by name."""
+    modules = {f"module {name or 'model'}": _class_and_settings(module) for name, module in net.named_modules()}
+    parameters = {
+        f"parameter {name}": f"{tuple(one.shape)} {one.dtype}" + ("" if one.requires_grad else ", frozen")
+        for name, one in net.named_parameters()
+    }
+    buffers = {f"buffer {name}": f"{tuple(one.shape)} {one.dtype}" for name, one in net.named_buffers()}
+    return parameters | buffers | modules
+
+
+def _class_and_settings(module: torch.nn.Module) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
+
+
+def refuse_batch_norm(net: torch.nn.Module, layout_dependent: Collection[str] = ()) -> None:
+    """Raise UserError for layers whose statistics would be those of one rank's samples, except those named."""
+    found = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in net.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, GlobalBatchNorm)
+        if (layer.training or not layer.track_running_stats) and not _is_named(name, layout_dependent)
+    ]
+    if found:
+        raise UserError(
+            f"{_shown(found)} would compute statistics of this rank's samples alone, so the result would depend on the "
+            "layout: use GroupNorm, or global_batch_norm(model) of common.uneven.global_batch before the optimizer is "
+            "made; or freeze the layers with .eval(), or name them in wrap(..., layout_dependent=[...])",
+            same_on_every_rank=True,
+        )
+
+
+class Guard:
+    """Checks a step after its last backward: every parameter has its gradient, and no buffer has changed."""
+
+    def __init__(self, net: torch.nn.Module, layout_dependent: Collection[str] = ()):
+        self.net = net
+        self.needs_whole_parts = needs_whole_parts(net)
+        self.may_change = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, layer in net.named_modules()
+            for buffer, _ in layer.named_buffers(recurse=False)
+            if isinstance(layer, GlobalBatchNorm) or _is_named(f"{name}.{buffer}".lstrip("."), layout_dependent)
+        }
+        self.versions = dict(self._buffer_versions())
+
+    def _buffer_versions(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name, buffer in self.net.named_buffers():
+            if name not in self.may_change:
+                yield name, (id(buffer), buffer._version)
+
+    def require_whole_part(self, is_last: bool) -> None:
+        """Raise UserError if a part is cut into micro-batches, and a layer needs the statistics of the whole."""
+        if self.needs_whole_parts and not is_last:
+            raise UserError(
+                "BatchNorm over the global batch needs this rank's whole part in one forward: leave out --micro-batch, "
+                "or use GroupNorm"
+            )
+
+    def require_all_reached(self, all_reduced: bool, same_on_every_rank: bool = False) -> None:
+        """Raise UserError if backward has not reached a trainable parameter.
+
+        `all_reduced` says whether DDP has exchanged all gradients, which it does only when all of them are there.
+        """
+        missing = [name for name, one in self.net.named_parameters() if one.requires_grad and one.grad is None]
+        if missing or not all_reduced:
+            raise UserError(
+                f"backward did not reach {_shown(missing) or 'some parameters in the last micro-batch'}, and the other "
+                "ranks would wait for the gradients: let every forward use all parameters on every rank, add "
+                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False)",
+                same_on_every_rank=same_on_every_rank,
+            )
+
+    def require_same_buffers(self) -> None:
+        """Raise UserError if training has changed a buffer since `wrap`."""
+        changed = [name for name, version in self._buffer_versions() if self.versions.get(name) != version]
+        if changed:
+            raise UserError(
+                f"training changes the buffer {_shown(changed)}, on each rank by its own samples, so the result would "
+                "depend on the layout, and a checkpoint would have rank 0's: compute it from the global batch (see "
+                "common.uneven.global_batch), or name it in wrap(..., layout_dependent=[...]) if that does not matter"
+            )
+
+
+def first_loss_problem(loss: float, expected: float) -> str:
+    """What to print if the first loss of untrained weights is far from what it must be, else an empty string.
+
+    Over C classes an untrained model is about right with probability 1/C, so its cross entropy is about ln(C). A loss
+    that is not summed, or a wrong count, is wrong by a factor, and looks the same on every layout.
+    """
+    if not math.isfinite(loss) or expected / 2 < loss < expected * 2:
+        return ""
+    return (
+        f"warning: the first loss is {loss:.4g}, but an untrained model should begin near {expected:.4g}. "
+        'Is it summed over the samples (reduction="sum"), and divided by the global count of what it is a mean over?'
+    )
+
+
+def _is_named(name: str, allowed: Collection[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in allowed)
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

@@ -1,0 +1,143 @@
+"""A DataLoader of any map-style data set whose items are this rank's parts, on any layout.
+
+What a stock DataLoader lacks here: a batch of no rows for an empty part, and random numbers (augmentation, random
+crops, noise) that depend on (seed, epoch, sample) and not on the rank, its share, or the number of worker processes.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from common.errors import UserError
+from common.uneven.batches import take_rows
+from common.uneven.fingerprint import fingerprint
+from common.uneven.seeding import derive_seed
+
+
+class BatchedDataset(Dataset):
+    """A data set that makes a whole batch at once, which is faster than sample by sample. Override `get_batch`."""
+
+    def get_batch(self, indices: list[int]) -> Any:
+        """The batch of these samples; a batch of no rows where there are none.
+
+        Random numbers must depend on `indices.epoch` (see `sampling.Indices`) and the sample, not on its neighbours.
+        """
+        raise NotImplementedError
+
+
+def part_loader(
+    dataset: Dataset,
+    sampler: Sampler[list[int]],
+    seed: int = 0,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    **options: Any,
+) -> DataLoader:
+    """A DataLoader whose items are the batches of `sampler`: one item is this rank's part of one optimizer step.
+
+    `collate` makes a batch of a list of samples, as in any DataLoader, and must draw no random numbers. `seed` is the
+    run's. `options` are further options of DataLoader, such as num_workers and pin_memory.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"{type(dataset).__name__} has no samples with numbers, so it cannot be cut by a plan: use a data set "
+            "with `__len__` and `__getitem__`"
+        )
+    return DataLoader(Parts(dataset, seed, collate), batch_sampler=sampler, collate_fn=_as_is, **options)
+
+
+class Parts(Dataset):
+    """`dataset` as a data set of batches: the item of a list of indices is their batch. Used by `part_loader`."""
+
+    def __init__(self, dataset: Dataset, seed: int, collate: Callable[[list[Any]], Any]):
+        self.dataset, self.seed, self.collate = dataset, seed, collate
+        self.is_checked = False
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # Dataset does not promise a length
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if isinstance(self.dataset, BatchedDataset):
+            return self.dataset.get_batch(indices)
+        epoch, chosen = getattr(indices, "epoch", 0), indices or [0]
+        with _random_state_kept():
+            samples = [self.sample(index, epoch) for index in chosen]
+            if not self.is_checked:
+                self._require_repeatable(samples[0], chosen[0], epoch)
+            batch = self._collated(samples)
+        return batch if indices else take_rows(batch, slice(0, 0))
+
+    def sample(self, index: int, epoch: int) -> Any:
+        """One sample of the data set, its random numbers drawn from (seed, epoch, sample)."""
+        seed_all(derive_seed(self.seed, "sample", epoch, index))
+        return self.dataset[index]
+
+    def _require_repeatable(self, sample: Any, index: int, epoch: int) -> None:
+        """Read a sample twice: with the same seeds it must be the same. Samples of unknown classes are not compared."""
+        self.is_checked = True
+        try:
+            first = fingerprint(sample)
+        except UserError:
+            return
+        if fingerprint(self.sample(index, epoch)) != first:
+            raise UserError(
+                f"sample {index} of {type(self.dataset).__name__} is another one when it is read again with the same "
+                "seeds, so it would depend on the layout: draw its random numbers from torch, numpy.random or random, "
+                "without a generator of its own"
+            )
+
+    def _collated(self, samples: list[Any]) -> Any:
+        before = _random_state()
+        batch = self.collate(samples)
+        if _random_state() != before:
+            name = getattr(self.collate, "__name__", type(self.collate).__name__)
+            raise UserError(
+                f"the collate function {name} draws random numbers, which would depend on this rank's part: draw them "
+                "in the data set's __getitem__, which is seeded for each sample"
+            )
+        return batch
+
+
+def dataset_fingerprint(dataset: Dataset, samples: int = 256) -> str:
+    """Sixteen hex digits of the length of a data set and of `samples` of its samples, evenly spread.
+
+    Compare it between the nodes with `require_same` or `Group.agree`, and between a run and its checkpoint.
+    """
+    parts = Parts(dataset, 0, list)
+    count = len(parts)
+    chosen = sorted({index * count // samples for index in range(samples)}) if count else []
+    return fingerprint(count, parts.__getitems__(chosen) if chosen else None)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that data sets draw from: torch's on the CPU, numpy's and Python's."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Random numbers that the body draws do not change those of the training, such as dropout's."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def _random_state() -> tuple[Any, ...]:
+    """The state of all three generators, in a form that can be compared."""
+    _, keys, position, *_ = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), position, random.getstate()
+
+
+def _as_is(batch: Any) -> Any:
+    """The DataLoader's collate function: `Parts` has made a batch already."""
+    return batch

@@ -1,0 +1,61 @@
+"""Processes that make batches beside the training, for anyone's DataLoader: quick to start, kept over the epochs, and
+gone when their rank is gone.
+
+    options = worker_options(workers=2, device=device, preload=["torchvision"])
+    train_loader = DataLoader(train_set, batch_sampler=sampler, **options)
+    test_loader = DataLoader(test_set, batch_size=64, **options)
+
+A data set in such a process is a copy, made when the process starts. It learns the epoch from the sampler, which sends
+it with the indices of every batch (`common.uneven.sampling.Indices`).
+"""
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def worker_options(workers: int, device: torch.device, preload: Sequence[str] = ()) -> dict[str, Any]:
+    """Options for DataLoaders that make batches in `workers` processes; with 0 the rank makes them itself.
+
+    A rank has threads (of gloo, autograd, tokenizers), and a process with threads must not fork. So this starts a fork
+    server, a process that imports torch and the modules `preload` once and then forks the loaders' processes. It does
+    so in the background: call this early. A module that it cannot import, each of the loaders' processes imports;
+    until Python 3.13 it finds only modules that are installed or in the current folder. Where there is no fork, each
+    process starts afresh. Either way data set and collate function are pickled, and a script needs the `__main__`
+    guard.
+
+    All loaders of a rank share the fork server; `preload` of the first call counts. A loader's processes live as long
+    as the loader. For a `worker_init_fn` of your own, replace the one given here and call `end_with_rank` in it.
+    """
+    options: dict[str, Any] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
+    if not workers:
+        return options
+    forks = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        from multiprocessing import forkserver  # which Windows does not have
+
+        context.set_forkserver_preload(["torch", *preload])
+        forkserver.ensure_running()
+    options |= {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": end_with_rank}
+    return options
+
+
+def end_with_rank(worker_id: int) -> None:
+    """A DataLoader's `worker_init_fn`: leave Ctrl-C to the rank, and end when the rank has ended, by whatever means.
+
+    torch's own watch asks for the parent process, and that is the fork server, which lives as long as its processes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_wait_for_rank, name="wait for the rank's end", daemon=True).start()
+
+
+def _wait_for_rank() -> None:
+    rank = multiprocessing.parent_process()
+    assert rank is not None, "only a DataLoader's worker process calls this"
+    rank.join()
+    signal.raise_signal(getattr(signal, "SIGKILL", signal.SIGTERM))  # the main thread may be anywhere in a data set

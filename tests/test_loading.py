@@ -1,0 +1,96 @@
+"""Batches of any structure, and fingerprints of any data set."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import BatchEncoding
+
+from common.errors import UserError
+from common.uneven.batches import micro_batches, move, rows_in, take_rows
+from common.uneven.loading import dataset_fingerprint, part_loader
+from common.uneven.sampling import Indices
+
+Pair = namedtuple("Pair", "points labels")
+
+
+@dataclass(frozen=True)
+class Record:
+    points: torch.Tensor
+    mask: torch.Tensor | None
+
+
+POINTS, LABELS = torch.arange(12.0).reshape(4, 3), torch.arange(4)
+STRUCTURES = [
+    POINTS,
+    (POINTS, LABELS),
+    [POINTS, ["a", "b", "c", "d"]],
+    {"x": POINTS, "more": {"y": LABELS}},
+    Pair(POINTS, LABELS),
+    Record(POINTS, None),
+    BatchEncoding({"input_ids": POINTS}),
+]
+
+
+@pytest.mark.parametrize("batch", STRUCTURES, ids=lambda batch: type(batch).__name__)
+def test_micro_batches_keep_the_structure_and_every_row(batch):
+    pieces = [piece for piece, _ in micro_batches(batch, range(4), 3)]
+    assert [rows_in(piece) for piece in pieces] == [3, 1]
+    assert {type(piece) for piece in pieces} == {type(batch)}
+    assert rows_in(take_rows(batch, slice(0, 0))) == 0
+
+
+def test_only_floating_point_tensors_change_their_type():
+    moved = move({"x": POINTS, "y": LABELS, "name": ["a"] * 4}, torch.device("cpu"), torch.float64)
+    assert (moved["x"].dtype, moved["y"].dtype, moved["name"]) == (torch.float64, torch.int64, ["a"] * 4)
+
+
+def test_what_has_no_rows_is_refused():
+    with pytest.raises(UserError, match="a batch holds a set, whose rows are unknown"):
+        rows_in({"x": POINTS, "names": {"a", "b"}})
+    with pytest.raises(UserError, match="a tensor of the batch has no rows"):
+        rows_in((POINTS, torch.tensor(1.0)))
+    with pytest.raises(UserError, match=r"not 4 \(a tensor of \(4, 3\)\) and 2 \(a list of 2\)"):
+        rows_in((POINTS, ["a", "b"]))
+
+
+class Words(Dataset):
+    def __init__(self, *words: str):
+        self.words = words
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"word": self.words[index], "noise": torch.rand(2)}
+
+
+def test_the_fingerprint_of_a_data_set_sees_every_sample_and_no_noise():
+    assert dataset_fingerprint(Words("a", "b")) == dataset_fingerprint(Words("a", "b"))
+    others = [Words("a", "c"), Words("b", "a"), Words("a", "b", "b"), Words("ab"), Words()]
+    found = {dataset_fingerprint(other) for other in [Words("a", "b"), *others]}
+    assert len(found) == 6
+
+
+def test_reading_samples_leaves_the_random_numbers_of_training_as_they_are():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    loader = part_loader(Words("a", "b"), [Indices([0, 1], 5)])
+    (batch,) = iter(loader)
+    base_seed_drawn = torch.Generator().manual_seed(3)  # a DataLoader draws one number when it starts
+    torch.empty((), dtype=torch.int64).random_(generator=base_seed_drawn)
+    assert torch.rand(1) == torch.rand(1, generator=base_seed_drawn) != expected
+    assert batch["word"] == ["a", "b"]
+
+
+def test_noise_is_that_of_the_epoch_and_the_sample():
+    def noise(*indices: Indices) -> list[list[float]]:
+        loader: DataLoader = part_loader(Words("a", "b", "c"), list(indices), seed=7)
+        return [row for batch in loader for row in batch["noise"].tolist()]
+
+    together = noise(Indices([2, 0, 1], 4))
+    assert noise(Indices([1], 4), Indices([2, 0], 4)) == [together[2], together[0], together[1]]
+    assert noise(Indices([2], 5)) != together[:1]

@@ -1,0 +1,72 @@
+"""minimal.py: exact under torchrun's variables on uneven nodes, and resumed from its own file."""
+
+import re
+import struct
+
+import pytest
+import torch
+
+from common.launch.addresses import free_port
+from tests.harness import ROOT, Node, playing
+
+MINIMAL = ROOT / "mnist_ddp" / "minimal.py"
+SAMPLES = 600
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A small data set in the files of MNIST."""
+    folder = tmp_path_factory.mktemp("data")
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", SAMPLES), ("t10k", 10)):
+        images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
+        header = struct.pack(">IIII", 0x803, count, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.numpy().tobytes())
+    return folder
+
+
+def losses_of(gpus, data, folder, *flags) -> dict[int, float]:
+    """Step -> loss, as rank 0 prints them, with the processes that torchrun would start."""
+    folder.mkdir(exist_ok=True)
+    port, nodes = free_port(), []
+    for number, size in enumerate(gpus):
+        for local_rank in range(size):
+            environ = {
+                "RANK": str(sum(gpus[:number]) + local_rank),
+                "WORLD_SIZE": str(sum(gpus)),
+                "LOCAL_RANK": str(local_rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            own = ["--data-dir", data, "--dtype", "float64", "--checkpoint", folder / "minimal.pt"]
+            nodes.append(Node([*own, *flags], environ))
+    results = playing(MINIMAL, nodes, folder).results()
+    for result in results:
+        assert result.code == 0, result.output
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", results[0].output)}
+
+
+def test_every_loss_is_that_of_one_process_augmentation_included(data, tmp_path):
+    one = losses_of((1,), data, tmp_path / "one")
+    assert sorted(one) == list(range(1, 10))
+    assert losses_of((3, 1), data, tmp_path / "uneven") == pytest.approx(one, abs=1e-9, rel=0)
+
+
+def test_it_goes_on_from_its_own_file_on_another_layout(data, tmp_path):
+    whole = losses_of((1,), data, tmp_path / "whole")
+    first = losses_of((2, 1), data, tmp_path / "parts", "--epochs", 1)
+    second = losses_of((1, 1), data, tmp_path / "parts")
+    assert (sorted(first), sorted(second)) == ([1, 2, 3], [4, 5, 6, 7, 8, 9])
+    assert {**first, **second} == pytest.approx(whole, abs=1e-9, rel=0)
+
+
+def test_it_is_short_and_needs_nothing_but_torch_and_common_uneven():
+    lines = MINIMAL.read_text().splitlines()
+    assert len(lines) <= 80
+    imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
+    assert imported == {"argparse", "os", "sys", "pathlib", "torch", "torchvision", "common"}
+    assert all(line.startswith("from common.uneven") for line in lines if line.startswith("from common"))

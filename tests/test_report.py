@@ -1,0 +1,52 @@
+"""What a run leaves: its rows, its lines, run.json and curves.png say the same, also in a resumed run."""
+
+import json
+
+import pytest
+
+from tests.harness import MNIST, play, rows
+
+FLAGS = ("--dataset", "digits", "--global-batch", 144, "--epochs", 3, "--save-every", 5)  # 10 steps an epoch
+PARTS = ("loading", "compute", "communication", "waiting", "other")
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run of 20 steps, and what it printed when it went back to the middle of its first epoch and went on."""
+    folder = tmp_path_factory.mktemp("resumed")
+    play(MNIST, (1,), folder, *FLAGS, "--max-steps", 20, "--keep", 9)
+    before = rows(folder, "ranks")
+    (node,) = play(MNIST, (1,), folder, *FLAGS, "--resume", folder / "checkpoints" / "step-00000005")
+    return folder, before, node.output
+
+
+def test_the_parts_of_a_resumed_run_s_time_add_up_to_its_seconds(resumed):
+    folder, _, output = resumed
+    (summary,) = rows(folder, "summary")
+    assert sum(summary[f"{part}_seconds"] for part in PARTS) == pytest.approx(summary["seconds"], abs=0.005)
+    (line,) = [line for line in output.splitlines() if " time " in line]
+    assert (
+        f"{summary['seconds']:.1f} s of training since step 5 ({summary['training_seconds']:.1f} s over all runs)"
+        in line
+    )
+    assert all(f"{part} {summary[f'{part}_seconds']:.1f} s" in line for part in PARTS)
+
+
+def test_the_seconds_of_all_runs_count_the_earlier_run_up_to_the_step_that_is_resumed(resumed):
+    folder, before, _ = resumed
+    (summary,) = rows(folder, "summary")
+    (earlier,) = [row["training_seconds"] for row in before if row["step"] == 5]  # no evaluation was so early
+    assert earlier > 0
+    assert summary["training_seconds"] - summary["seconds"] == pytest.approx(earlier, abs=0.002)
+
+
+def test_rows_are_in_the_order_of_their_steps(resumed):
+    steps = [json.loads(line)["step"] for line in (resumed[0] / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+def test_run_json_names_the_process_of_each_rank(tmp_path):
+    play(MNIST, (2, 1), tmp_path, *FLAGS, "--max-steps", 1)
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [rank["rank"] for rank in start["ranks"]] == [0, 1, 2]
+    assert len({rank["pid"] for rank in start["ranks"]}) == 3 and all(rank["host"] for rank in start["ranks"])

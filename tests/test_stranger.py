@@ -1,0 +1,476 @@
+"""A stranger's model and data: exact on uneven ranks, or refused by name.
+
+Each test replaces some lines of one small trainer, which uses nothing but common.uneven, and runs it on one rank and on
+3+1. The text of the trainer is below.
+"""
+
+import json
+
+import pytest
+
+from tests.harness import nodes_of, playing, write_trainer
+
+IMPORTS = """
+import json, random
+import numpy as np
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from common.uneven import ddp
+from common.uneven.batches import micro_batches, move
+from common.uneven.batching import plan_batches
+from common.uneven.checks import first_loss_problem
+from common.uneven.global_batch import gather_rows, global_batch_norm
+from common.uneven.loading import part_loader
+from common.uneven.sampling import UnevenDistributedSampler
+from common.uneven.timer import StepTimer
+from common.uneven.token_balance import TokenBalancedSampler
+
+
+class Samples(Dataset):
+    \"\"\"Float32 points of ten classes, as people have them.\"\"\"
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(1)
+        self.labels = torch.randint(10, (count,), generator=generator)
+        centres = torch.randn(10, 6, generator=generator)
+        self.points = centres[self.labels] + torch.randn(count, 6, generator=generator) / 2
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.points[index], int(self.labels[index])
+"""
+STRANGER = {
+    "more": "",  # classes and functions
+    "data": "Samples(90)",
+    "sampler": "UnevenDistributedSampler(plan, worker.rank, 3)",
+    "loader": "part_loader(data, sampler)",
+    "micro_batch": "7",
+    "net": "nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 10))",
+    "optimizer": "torch.optim.AdamW(net.parameters(), 0.02)",
+    "empty": "model(torch.zeros(0, 6, dtype=torch.float64)).sum()",
+    "wrap": "",  # further arguments
+    "mine": "plan.part(step, worker.rank)",
+    "loss": "cross_entropy(model(micro[0]), micro[1], reduction='sum')",
+    "count": "plan.global_count(step)",
+    "after": "pass",  # each step
+}
+BODY = """
+timer, data = StepTimer(group.device), {data}
+plan = plan_batches(len(data), 40, worker.world_size)
+sampler = {sampler}
+loader = {loader}
+torch.manual_seed(0)
+net = {net}.double()
+optimizer = {optimizer}
+model = ddp.wrap(net, plan, timer, lambda model: {empty}, {wrap})
+step, losses = 0, []
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for part in loader:
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for micro, is_last in micro_batches(move(part, group.device, torch.float64), {mine}, {micro_batch}):
+            with ddp.reduce_gradients_if(is_last, model, timer):
+                loss = {loss}
+                (loss / {count}).backward()
+            loss_sum += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss_sum)
+        losses.append(float(loss_sum / {count}))
+        step += 1
+        {after}
+if worker.is_main:
+    Path(args.out_dir, "losses.json").write_text(json.dumps(losses))
+"""
+LAYOUTS = {"one": (1,), "uneven": (3, 1)}
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    """`outputs(gpus, name=code, ...)`: what the stranger's trainer prints with these lines changed, and its losses."""
+
+    def run(gpus, **changed):
+        folder = tmp_path / "-".join(map(str, gpus))
+        folder.mkdir(exist_ok=True)
+        lines = STRANGER | changed
+        body = BODY.format(**lines)
+        script = write_trainer(folder, body, IMPORTS + lines["more"])
+        results = playing(script, nodes_of(gpus, folder, "--timeout", 20), folder).results(60)
+        written = folder / "losses.json"
+        return results, json.loads(written.read_text()) if written.exists() else []
+
+    return run
+
+
+@pytest.fixture
+def exact(outputs):
+    """`exact(name=code, ...)`: the losses, which are the same on one rank and on 3+1."""
+
+    def check(**changed):
+        found = {}
+        for name, gpus in LAYOUTS.items():
+            results, found[name] = outputs(gpus, **changed)
+            assert all(result.code == 0 for result in results), [result.output for result in results]
+        assert len(found["one"]) == 9
+        assert found["uneven"] == pytest.approx(found["one"], abs=1e-9, rel=0)
+        assert found["one"][-1] < found["one"][0]
+        return found["one"]
+
+    return check
+
+
+@pytest.fixture
+def refused(outputs):
+    """`refused(message, name=code, ...)`: the user's mistake ends the run on 3+1, with a message and no traceback."""
+
+    def check(*messages, gpus=(3, 1), **changed):
+        results, _ = outputs(gpus, **changed)
+        text = "\n".join(result.output for result in results)
+        assert all(result.code != 0 for result in results), text
+        assert 2 in [result.code for result in results], text
+        assert "Traceback" not in text
+        for message in messages:
+            assert message in text
+
+    return check
+
+
+# --- right -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stock_data_set_of_tuples_is_exact(exact):
+    exact()
+
+
+def test_a_data_set_of_dicts_with_texts_is_exact(exact):
+    exact(
+        more="""
+class Dicts(Samples):
+    def __getitem__(self, index):
+        return {"x": self.points[index].numpy(), "y": int(self.labels[index]), "name": f"sample {index}"}
+""",
+        data="Dicts(90)",
+        loss="cross_entropy(model(micro['x']), micro['y'], reduction='sum')",
+    )
+
+
+AUGMENTED = """
+class Augmented(Samples):
+    def __getitem__(self, index):
+        noise = torch.randn(6) + np.random.rand() + random.random()
+        return self.points[index] + noise / 4, int(self.labels[index])
+"""
+
+
+def test_augmentation_is_exact_and_new_in_every_epoch(exact):
+    plain = exact(more=AUGMENTED, data="Augmented(90)")
+    other = exact(more=AUGMENTED.replace("np.random", "0 * np.random"), data="Augmented(90)")
+    assert plain != other
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_augmentation_in_loader_workers_is_that_of_no_workers(exact, persistent):
+    options = f"num_workers=2, persistent_workers={persistent}, multiprocessing_context='fork'"
+    without = exact(more=AUGMENTED, data="Augmented(90)")
+    assert exact(more=AUGMENTED, data="Augmented(90)", loader=f"part_loader(data, sampler, {options})") == without
+
+
+def test_samples_of_a_class_of_ones_own_are_exact_with_a_collate_function(exact):
+    exact(
+        more="""
+class Point:
+    def __init__(self, place, label):
+        self.place, self.label = place, label
+
+
+class Points(Samples):
+    def __getitem__(self, index):
+        return Point(*super().__getitem__(index))
+
+
+def together(points):
+    return torch.stack([point.place for point in points]), torch.tensor([point.label for point in points])
+""",
+        data="Points(90)",
+        loader="part_loader(data, sampler, collate=together)",
+    )
+
+
+def test_rows_of_different_lengths_are_exact_with_a_mean_over_tokens(exact):
+    exact(
+        more="""
+class Sentences(Dataset):
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(1)
+        self.lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
+        self.rows = [torch.randint(10, (length,), generator=generator) for length in self.lengths]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def padded(rows):
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"tokens": tokens, "labels": labels}
+
+
+class Next(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).relu())
+""",
+        data="Sentences(90)",
+        sampler="TokenBalancedSampler(plan, worker.rank, 3, data.lengths)",
+        mine="sampler.part(step, worker.rank)",
+        loader="part_loader(data, sampler, collate=padded)",
+        net="Next()",
+        empty="model(torch.zeros(0, 3, dtype=torch.int64)).sum()",
+        loss="cross_entropy(model(micro['tokens']).flatten(0, 1), micro['labels'].flatten(), reduction='sum')",
+        count="plan.sums_in_steps(data.lengths, sampler.order())[step % 3]",
+    )
+
+
+NORMAL = "nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))"
+
+
+def test_batch_norm_over_the_global_batch_is_exact_and_equals_torchs_on_one_process(exact, outputs):
+    ours = exact(net=f"global_batch_norm({NORMAL})", micro_batch="None")
+    changed = {"net": NORMAL, "micro_batch": "None", "wrap": "layout_dependent=['1']"}
+    results, torchs = outputs((1,), **changed)
+    assert results[0].code == 0, results[0].output
+    assert ours == pytest.approx(torchs, abs=1e-12)
+
+
+def test_statistics_of_the_global_batch_are_the_same_on_every_rank(exact):
+    exact(
+        net=f"global_batch_norm({NORMAL})",
+        micro_batch="None",
+        after="everyone = [None] * worker.world_size; "
+        "dist.all_gather_object(everyone, [buffer.tolist() for buffer in net.buffers()]); "
+        "assert all(one == everyone[0] for one in everyone), everyone",
+    )
+
+
+def test_a_contrastive_loss_over_the_whole_global_batch_is_exact(exact):
+    exact(
+        more="""
+def contrast(model, points, plan, step, rank):
+    own = nn.functional.normalize(model(points), dim=1)
+    everyone = gather_rows(own, plan, step)
+    begin = plan.part(step, rank).start - plan.begin(step)
+    places = torch.arange(begin, begin + len(own))
+    similar = own @ everyone.T / 0.1
+    similar[torch.arange(len(own)), places] = -1e9  # not with itself
+    return cross_entropy(similar, (places ^ 1).clamp(max=len(everyone) - 1), reduction="sum")
+""",
+        micro_batch="None",
+        loss="contrast(model, micro[0], plan, step, worker.rank)",
+    )
+
+
+def test_two_optimizers_are_exact(exact):
+    exact(
+        more="""
+class Both:
+    def __init__(self, net):
+        self.all = [torch.optim.AdamW(net[0].parameters(), 0.02), torch.optim.SGD(net[2].parameters(), 0.1)]
+
+    def step(self):
+        for one in self.all:
+            one.step()
+
+    def zero_grad(self):
+        for one in self.all:
+            one.zero_grad()
+""",
+        optimizer="Both(net)",
+    )
+
+
+RESHAPES = """
+class Reshapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 16), nn.Linear(16, 10)
+
+    def forward(self, points):
+        return self.head(self.first(points).relu().reshape(len(points), -1))
+"""
+
+
+def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact):
+    exact(more=RESHAPES, net="Reshapes()", wrap="stand_in=True", data="Samples(82)")  # a last step of two samples
+
+
+# --- refused by name ---------------------------------------------------------------------------------------------
+
+
+def test_a_stock_loader_that_ignores_the_sampler_is_refused(refused):
+    refused(
+        "the data loader gave 64 rows, but this rank's part of the global batch has 10",
+        "DataLoader(data, batch_sampler=sampler)",
+        loader="DataLoader(data, batch_size=64, shuffle=True)",
+    )
+
+
+@pytest.mark.parametrize("layer", ["nn.BatchNorm1d(16)", "nn.SyncBatchNorm(16)"])
+def test_batch_norm_is_refused_by_name(refused, layer):
+    refused(
+        f"1 ({layer[3:-4]})", "GroupNorm", "global_batch_norm(model)", net=NORMAL.replace("nn.BatchNorm1d(16)", layer)
+    )
+
+
+def test_batch_norm_over_the_global_batch_refuses_micro_batches(refused):
+    refused("leave out --micro-batch", net=f"global_batch_norm({NORMAL})", micro_batch="4")
+
+
+def test_a_buffer_that_training_changes_is_refused_by_name(refused):
+    refused(
+        "training changes the buffer 0.mean",
+        more="""
+class Running(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, points):
+        if len(points):
+            self.mean.lerp_(points.detach().mean(dim=0), 0.1)
+        return points - self.mean
+""",
+        net="nn.Sequential(Running(), nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 10))",
+    )
+
+
+UNUSED = """
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.never = nn.Linear(6, 10), nn.Linear(6, 10)
+
+    def forward(self, points):
+        return self.body(points) + (self.never(points) if CONDITION else 0)
+"""
+
+
+@pytest.mark.parametrize("gpus", LAYOUTS.values())
+def test_parameters_that_no_backward_reaches_are_refused_by_name(refused, gpus):
+    refused(
+        "did not reach never.weight, never.bias", gpus=gpus, more=UNUSED.replace("CONDITION", "False"), net="Branches()"
+    )
+
+
+def test_parameters_that_one_ranks_backward_does_not_reach_are_refused_by_name(refused):
+    condition = "dist.get_rank() != 2 or len(points) == 0"
+    refused("[2", "did not reach never.weight", more=UNUSED.replace("CONDITION", condition), net="Branches()")
+
+
+def test_parameters_that_only_an_earlier_micro_batch_reaches_are_refused(refused):
+    refused(
+        "some parameters in the last micro-batch",
+        more=UNUSED.replace("CONDITION", "len(points) != 3"),
+        net="Branches()",
+    )
+
+
+def test_a_model_that_refuses_a_batch_of_no_rows_is_told_what_to_write(refused):
+    refused("the model refuses a batch of no rows", "wrap(..., stand_in=True)", more=RESHAPES, net="Reshapes()")
+
+
+def test_data_of_another_length_on_one_rank_are_refused(refused):
+    refused("the plan is BatchPlan(samples=89", "on rank 2", data="Samples(89 if worker.rank == 2 else 90)")
+
+
+def test_a_model_built_differently_on_one_rank_is_refused_by_name(refused):
+    refused(
+        "module 1 is GELU(approximate='none') on rank 3, but ReLU() on rank 0",
+        net="nn.Sequential(nn.Linear(6, 16), nn.GELU() if worker.rank == 3 else nn.ReLU(), nn.Linear(16, 10))",
+    )
+
+
+def test_a_parameter_of_another_size_on_one_rank_is_refused_by_name(refused):
+    refused(
+        "parameter 2.weight is (11, 16) torch.float64 on rank 1, but (10, 16) torch.float64 on rank 0",
+        net="nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 11 if worker.rank == 1 else 10))",
+    )
+
+
+def test_a_generator_of_the_data_sets_own_is_refused(refused):
+    refused(
+        "sample ",
+        "is another one when it is read again",
+        more="""
+class Own(Samples):
+    generator = torch.Generator()
+
+    def __getitem__(self, index):
+        return self.points[index] + torch.rand(6, generator=self.generator), int(self.labels[index])
+""",
+        data="Own(90)",
+    )
+
+
+def test_a_collate_function_that_draws_random_numbers_is_refused(refused):
+    refused(
+        "the collate function masked draws random numbers",
+        more="""
+def masked(samples):
+    points, labels = torch.utils.data.default_collate(samples)
+    return points * (torch.rand_like(points) > 0.1), labels
+""",
+        loader="part_loader(data, sampler, collate=masked)",
+    )
+
+
+def test_a_data_set_without_numbers_is_refused(refused):
+    refused(
+        "Stream has no samples with numbers",
+        more="""
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 90
+""",
+        data="Stream()",
+    )
+
+
+def test_a_part_of_a_loss_over_the_global_batch_is_refused(refused):
+    refused("needs all 10 rows of this rank in one forward", loss="gather_rows(model(micro[0]), plan, step).sum()")
+
+
+def test_a_batch_whose_tensors_differ_in_rows_is_refused(refused):
+    refused(
+        "the tensors of a batch must have the same number of rows",
+        more="""
+def short(samples):
+    points, labels = torch.utils.data.default_collate(samples)
+    return points, labels[:3]
+""",
+        loader="part_loader(data, sampler, collate=short)",
+    )
+
+
+# --- said --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction, is_said", [("sum", False), ("mean", True)])
+def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, reduction, is_said):
+    loss = f"cross_entropy(model(micro[0]), micro[1], reduction='{reduction}')"
+    results, _ = outputs(
+        (3, 1), loss=loss, micro_batch="None", after="step == 1 and print(first_loss_problem(losses[0], math.log(10)))",
+        more="\nimport math\n",
+    )  # fmt: skip
+    assert ("but an untrained model should begin near 2.303" in results[0].output) == is_said

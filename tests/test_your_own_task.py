@@ -1,0 +1,39 @@
+"""The full example of docs/your-own-task.md, as it is printed there."""
+
+import re
+
+import pytest
+
+from tests.harness import ROOT, losses, play, rows
+
+CHAPTER = ROOT / "docs" / "your-own-task.md"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The example's entry, written into a folder of its own, with a text beside it."""
+    folder = tmp_path_factory.mktemp("example")
+    files = re.findall(r"^`([\w/.-]+)`:\n\n```python\n(.*?)^```", CHAPTER.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["lines_ddp/lines-distributed.py", "lines_ddp/train.py"]
+    for name, text in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "lines_ddp" / "lines-distributed.py"
+
+
+FLAGS = ("--text", ROOT / "README.md", "--precision", "fp64", "--global-batch", 30, "--max-steps", 12)
+
+
+def test_it_is_exact_on_uneven_nodes_and_begins_near_the_loss_of_an_untrained_model(example, tmp_path):
+    play(example, (1,), tmp_path / "one", *FLAGS)
+    play(example, (3, 1), tmp_path / "uneven", *FLAGS, "--micro-batch", 5)
+    assert losses(tmp_path / "uneven") == pytest.approx(losses(tmp_path / "one"), abs=1e-9, rel=0)
+    assert losses(tmp_path / "one")[0] == pytest.approx(4.85, abs=0.2)  # ln 128
+    assert rows(tmp_path / "one", "eval")[-1]["perplexity"] < 100
+
+
+def test_it_continues_on_another_layout(example, tmp_path):
+    play(example, (1,), tmp_path / "whole", *FLAGS)
+    play(example, (2, 1), tmp_path / "parts", *FLAGS[:-1], 5)
+    play(example, (1, 1), tmp_path / "parts", *FLAGS, "--resume")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9, rel=0)
