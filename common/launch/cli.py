@@ -85,7 +85,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="limit of a collective, and of a rank without a heartbeat",
+        help="limit of a collective, and of a rank that is stopped or has no heartbeat",
     )
     group.add_argument(
         "--work-timeout",

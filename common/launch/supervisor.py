@@ -20,6 +20,8 @@ from common.console import say
 from common.errors import ExplainedError
 from common.launch import worker
 from common.launch.layout import Worker
+from common.launch.stopped import StoppedWorkers
+from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
 KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
@@ -31,8 +33,9 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     """Run all workers until they end. When one fails, end the others. Returns the first failure's exit code, or 0."""
     try:
         signal.signal(signal.SIGTERM, _raise_interrupt)
+        name_supervisor(workers[0].layout)
         context = _context(target)
-        return _run_all([_process(context, target, one, args) for one in workers])
+        return _run_all([_process(context, target, one, args) for one in workers], args.timeout)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
@@ -56,11 +59,11 @@ def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseP
     return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
 
 
-def _run_all(processes: list[BaseProcess]) -> int:
+def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
     try:
         for process in processes:
             process.start()
-        return _wait_for_all(processes)
+        return _wait_for_all(processes, timeout_seconds)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
@@ -71,8 +74,8 @@ def _run_all(processes: list[BaseProcess]) -> int:
         _end([process for process in processes if process.pid])
 
 
-def _wait_for_all(processes: list[BaseProcess]) -> int:
-    running = list(processes)
+def _wait_for_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
+    running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
@@ -85,6 +88,11 @@ def _wait_for_all(processes: list[BaseProcess]) -> int:
             if process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
+        if overdue := stopped.look(running):
+            who = " and ".join(process.name for process in overdue)
+            so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
+            say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)
+            return first_failure or 1
     return first_failure
 
 

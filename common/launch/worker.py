@@ -17,6 +17,7 @@ from typing import NoReturn
 from common.console import flush, say
 from common.errors import ExplainedError, RunError
 from common.launch.layout import Worker
+from common.launch.title import name_worker
 
 LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks know of the failure
 PARENT_POLL_SECONDS = 1.0
@@ -44,9 +45,10 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     are gone. `supervisor` is the pid of the process that started this one, None for a worker that runs in place.
     """
     alone = worker.world_size == 1
+    name_worker(worker)
     signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
     if supervisor or worker.layout.launched:
-        _end_with_parent(supervisor or os.getppid())
+        _end_with_parent(worker, supervisor or os.getppid())
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -90,13 +92,15 @@ def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn
     os._exit(code)
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(worker: Worker, parent: int) -> None:
     """End this process when its parent, the supervisor or a torchrun agent, is gone. `parent` is its pid."""
     windows = multiprocessing.parent_process() if os.name == "nt" else None  # whose parent pid never changes
 
     def watch() -> None:
         while windows.is_alive() if windows else os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
-        os._exit(1)
+        who = worker.layout.source if worker.layout.launched else "the supervisor of this node"
+        say(f"error: {who} (pid {parent}) has ended: ending this rank", worker.rank, error=True)
+        os._exit(RunError.exit_code)
 
     threading.Thread(target=watch, name="watch the parent", daemon=True).start()

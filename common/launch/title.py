@@ -1,0 +1,27 @@
+"""What `ps` and `top` show for our processes: `mnist-distributed.py rank 3 of 10 (node 0)`."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+from common.launch.layout import Layout, Worker
+
+
+def name_worker(worker: Worker) -> None:
+    """Show this process as that worker."""
+    _show(f"rank {worker.rank} of {worker.world_size}", worker.layout)
+
+
+def name_supervisor(layout: Layout) -> None:
+    """Show this process as the supervisor of its node's workers."""
+    last = layout.first_rank + layout.local_world_size - 1
+    _show(f"supervisor of ranks {layout.first_rank} to {last}", layout)
+
+
+def _show(role: str, layout: Layout) -> None:
+    with contextlib.suppress(ImportError):  # a title is no reason to fail: not every platform has the package
+        from setproctitle import setproctitle  # here, because --help does not need it
+
+        script = Path(sys.argv[0])
+        name = script.parent.name if script.name == "__main__.py" else script.name
+        setproctitle(f"{name} {role}" + f" (node {layout.node_rank})" * bool(layout.nodes))
