@@ -1,15 +1,19 @@
 """Starting and ending: no process outlives its node's command, whatever ends it."""
 
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.harness import MNIST, Node, kill, nodes_of, playing, start
+from common.launch.stopped import StoppedWorkers
+from tests.harness import MNIST, ROOT, Node, kill, nodes_of, playing, start, write_trainer
 
 LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precision", "fp64")
 
@@ -66,10 +70,121 @@ def test_an_interrupted_command_takes_its_workers_along(command, number):
     assert all_gone(processes)
 
 
-def test_a_killed_command_leaves_no_worker_behind(command):
-    processes = ranks(command)
+def test_a_killed_supervisor_leaves_no_worker_behind_and_is_named(command):
+    processes, supervisor = ranks(command), command.processes[0].pid
     send(command, signal.SIGKILL)
     assert all_gone(processes)
+    said = f"error: the supervisor of this node (pid {supervisor}) has ended: ending this rank"
+    assert said in command.logs[0].read_text()
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_is_named(tmp_path):
+    flags = ["--nproc-per-node", 2, MNIST, *LONG, "--out-dir", tmp_path]
+    launcher = start("python", "-m", "torch.distributed.run", "--standalone", *flags)
+    wait_for_metrics(tmp_path, lambda: launcher.process.poll() is None)
+    agent = psutil.Process(launcher.process.pid)
+    processes = agent.children()
+    assert {" ".join(filter(None, process.cmdline())) for process in processes} == {
+        f"mnist-distributed.py rank {rank} of 2 (node 0)" for rank in range(2)
+    }
+    agent.kill()
+    said = rf"error: (torchrun \(pid {agent.pid}\) has ended|lost the store of torchrun at \S+: has torchrun ended\?)"
+    assert re.search(said, launcher.result(timeout=30).output)
+    assert all_gone(processes)
+
+
+def test_the_titles_of_processes_name_the_ranks_and_the_supervisor(command):
+    processes = [psutil.Process(command.processes[0].pid), *ranks(command)]
+    titles = [process.cmdline()[0] for process in processes]
+    roles = ["supervisor of ranks 0 to 2", "rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    assert titles == [f"mnist-distributed.py {role} (node 0)" for role in roles]
+
+
+def test_workers_that_stay_stopped_are_named_and_ended(tmp_path):
+    run = playing(MNIST, [Node(["-g", 2, *LONG, "--timeout", 3, "--out-dir", tmp_path])], tmp_path)
+    wait_for_metrics(tmp_path, run.processes[0].is_alive)
+    processes = psutil.Process(run.processes[0].pid).children()
+    try:
+        for process in processes:
+            process.suspend()
+        (result,) = run.results(timeout=40)
+        said = "error: rank 0 and rank 1 stopped for 3 s (--timeout), by SIGSTOP or Ctrl-Z; ending all workers"
+        assert result.code == 1 and said in result.output, result.output
+        assert all_gone(processes, seconds=3)
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.kill()
+
+
+def test_a_stopped_worker_has_until_the_timeout_to_continue():
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    worker.start()
+    process, watch = psutil.Process(worker.pid), StoppedWorkers(look_seconds=1.0, timeout_seconds=2.0)
+    try:
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        assert watch.look([worker]) == watch.look([worker]) == []
+        process.resume()
+        wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+        assert watch.look([worker]) == []
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        assert [watch.look([worker]) for _ in range(3)] == [[], [], [worker]]
+    finally:
+        worker.kill()
+        worker.join()
+
+
+LOADING = """
+    import torch.utils.data
+    from common.uneven.workers import worker_options
+
+    loader = torch.utils.data.DataLoader(range(10**6), batch_size=2, **worker_options(1, group.device))
+    for number, batch in enumerate(loader):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.02)
+        (FOLDER / "metrics.jsonl").write_text(str(number))
+        if (FOLDER / "end").exists():
+            break
+"""
+
+
+@pytest.mark.parametrize("victim, code, said", [
+    ("loader", 1, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
+    ("forkserver", 1, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
+    ("resource_tracker", 0, ""),
+])  # fmt: skip
+def test_a_helper_process_that_is_killed_ends_its_node_or_is_not_needed(victim, code, said, tmp_path):
+    script = write_trainer(tmp_path, LOADING)
+    command = start("python", script, "-g", 2, "--device", "cpu", PYTHONPATH=str(ROOT))
+    wait_for_metrics(tmp_path, lambda: command.process.poll() is None)
+    rank = psutil.Process(command.process.pid).children()[1]
+    helpers = {name: one for one in rank.children() for name in ("forkserver", "resource_tracker") if is_a(one, name)}
+    helpers["loader"] = helpers["forkserver"].children()[0]
+    everything = psutil.Process(command.process.pid).children(recursive=True)
+    helpers[victim].kill()
+    time.sleep(0.5)  # if nobody needs it, the training goes on
+    (tmp_path / "end").touch()
+    result = command.result(timeout=60)
+    assert result.code == code, result.output
+    assert re.search(said, result.output)
+    assert all_gone(everything)
+
+
+def is_a(process: psutil.Process, helper: str) -> bool:
+    return any(f"multiprocessing.{helper}" in part for part in process.cmdline())
+
+
+def wait_for_metrics(folder: Path, runs: Callable[[], bool]) -> None:
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text(), runs)
+
+
+def wait_until(ready: Callable[[], object], goes_on: Callable[[], bool] = lambda: True) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert goes_on() and time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_command_runs_from_any_folder_and_from_its_own(tmp_path):

@@ -54,8 +54,12 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
         if not _is_contact_lost(error):
             raise
         host = _host_of_store(worker)
-        served_by = f"rank 0 on {host}, which served the store" if host else "the launcher's store"
-        raise RunError(f"lost {served_by}: its process has ended; see its log", same_on_every_rank=True) from None
+        lost = (
+            f"lost rank 0 on {host}, which served the store: its process has ended; see its log"
+            if host
+            else _lost_store(worker)
+        )
+        raise RunError(lost, same_on_every_rank=True) from None
 
 
 @contextlib.contextmanager
@@ -84,6 +88,10 @@ def _host_of_store(worker: Worker) -> str:
     layout = worker.layout
     serves = layout.hosts_store and layout.init_method.startswith("tcp://")
     return host_and_port(layout.init_method)[0] if serves else ""
+
+
+def _lost_store(worker: Worker) -> str:
+    return f"lost the store of {worker.layout.source} at {worker.layout.init_method}: has {worker.layout.source} ended?"
 
 
 class _Search:
@@ -151,13 +159,12 @@ class _Search:
         return "lost a connection, but all ranks are running: is the network at fault? Ask python -m common.doctor"
 
     def _without_store(self, is_gone: bool) -> str:
-        host = _host_of_store(self.worker)
-        store = f"{self._places([0])}, which serves the store," if host else "the launcher's store"
-        if not is_gone:
-            return f"lost contact: {store} does not answer: frozen or cut off? {self._see_log().capitalize()}"
-        if not host:
-            return "lost contact with other ranks and with the launcher's store: see the logs of all nodes"
-        return f"lost {self._places([0])}, which served the store: its process has ended; {self._see_log()}"
+        if not _host_of_store(self.worker):
+            return _lost_store(self.worker)
+        if is_gone:
+            return f"lost {self._places([0])}, which served the store: its process has ended; {self._see_log()}"
+        answer = "which serves the store, does not answer: frozen or cut off?"
+        return f"lost contact: {self._places([0])}, {answer} {self._see_log().capitalize()}"
 
     def _see_log(self) -> str:
         nodes = {node_of(self.views[rank]) for rank in self.lost or [0]}

@@ -1,6 +1,7 @@
 """Open the store where the ranks meet: rank 0 serves it over TCP, or all share a file, or the launcher serves it."""
 
 import contextlib
+import errno
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ SAY_EVERY_SECONDS = 4.0
 ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wait 5 s for a name server in it
 CONNECT_SECONDS = 2.0
 HOST = "served by"  # the key whose value says which process serves the store
+NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
 WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -125,8 +127,7 @@ def _connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | Non
 def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
     """Wait until something listens at host:port, and say so. Returns (our address, its) of that connection."""
     first = "node 0" if worker.layout.nodes else "rank 0"
-    where = f"the master ({first}) at {tcp_address(host, port)} does not answer"
-    reason, is_time = "", Every(SAY_EVERY_SECONDS)
+    address, reason, is_time = tcp_address(host, port), "", Every(SAY_EVERY_SECONDS)
 
     def reach() -> tuple[str, str] | None:
         nonlocal reason
@@ -138,12 +139,13 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
 
     def report(elapsed: float) -> None:
         if worker.local_rank == 0 and is_time():
-            say(f"{where}: {reason}; trying for {timeout_seconds - elapsed:.0f} s more", worker.rank)
+            unusual = "" if reason == NOT_STARTED else f" ({reason})"
+            say(f"waiting for {first} at {address}{unusual}; giving up in {timeout_seconds - elapsed:.0f} s", worker.rank)
 
     addresses = poll(reach, timeout_seconds, report)
     if addresses is None:
         raise RunError(
-            f"{where}: {reason}, for {timeout_seconds:.0f} s (--join-timeout): is {first} started, "
+            f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s (--join-timeout): is {first} started, "
             f"and are {', '.join(dict.fromkeys(worker.layout.meeting))} and the firewall right?",
             same_on_every_rank=True,
         )
