@@ -183,5 +183,5 @@ def _table(a: Run, b: Run, step: int) -> list[str]:
 
 
 def _line(label: str, text: str) -> str:
-    filled = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)
-    return filled.fill(f"{label:<{INDENT}}{text}")
+    text = f"{label:<{INDENT}}{text}"
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)
