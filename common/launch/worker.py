@@ -5,6 +5,7 @@ import errno
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,6 +39,8 @@ LOST_CONTACT = (
     "Socket closed",
 )
 
+LOST_LOADER = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
     """The function that "module:function" names. Raises RunError where there is no disk space for it."""
@@ -58,6 +61,8 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     are gone. `supervisor` is the pid of the process that started this one, None for a worker that runs in place.
     """
     alone = worker.world_size == 1
+    # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
     if supervisor or worker.layout.launched:
         _end_with_parent(supervisor or os.getppid())
@@ -68,7 +73,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     except (ExplainedError, KeyboardInterrupt) as error:
         _end_after_failure(_explain(worker, error), error, alone)
     except Exception as error:
-        if alone:
+        if alone and not LOST_LOADER.match(str(error)):
             raise  # Python prints the traceback, and a debugger may look at it
         _end_after_failure(_explain(worker, error), error, alone)
     flush()
@@ -92,11 +97,14 @@ def _last_words(error: BaseException) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
         return f"error: lost contact with another rank: {reason}. See the logs of the other ranks and nodes."
+    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
+        return f"error: {reason.rstrip(' .')}: ended from outside, or with its fork server (out of memory? see `dmesg`)"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
     """Run the error's `before_exit` action, for at most LEAVE_SECONDS, and end this process."""
+    _end_children()
 
     def last_action() -> None:
         with contextlib.suppress(RuntimeError):  # the other ranks, or the store, may be gone
@@ -119,6 +127,13 @@ def _end_with_parent(parent: int) -> None:
     def watch() -> None:
         while windows.is_alive() if windows else os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
+        _end_children()
         os._exit(1)
 
     threading.Thread(target=watch, name="watch the parent", daemon=True).start()
+
+
+def _end_children() -> None:
+    """End what `multiprocessing` has started here, such as a DataLoader's processes: `os._exit` would leave it."""
+    for child in multiprocessing.active_children():
+        child.terminate()
