@@ -60,22 +60,14 @@ def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseP
     return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
 
 
-<<<<<<< HEAD
 def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
-    try:
-        for process in processes:
-            process.start()
-        return _wait_for_all(processes, timeout_seconds)
-=======
-def _run_all(processes: list[BaseProcess]) -> int:
     orphans.adopt()
     known: set[int] = set()
     try:
         for process in processes:
             process.start()
         known = orphans.children()
-        return _wait_for_all(processes, known)
->>>>>>> h4
+        return _wait_for_all(processes, known, timeout_seconds)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
@@ -86,14 +78,9 @@ def _run_all(processes: list[BaseProcess]) -> int:
         _end([process for process in processes if process.pid], known)
 
 
-<<<<<<< HEAD
-def _wait_for_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
-    running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
-=======
-def _wait_for_all(processes: list[BaseProcess], known: set[int]) -> int:
+def _wait_for_all(processes: list[BaseProcess], known: set[int], timeout_seconds: float) -> int:
     """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
-    running = list(processes)
->>>>>>> h4
+    running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
@@ -106,16 +93,13 @@ def _wait_for_all(processes: list[BaseProcess], known: set[int]) -> int:
             if process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
-<<<<<<< HEAD
+        if any(process.exitcode for process in ended):
+            orphans.end(known)
         if overdue := stopped.look(running):
             who = " and ".join(process.name for process in overdue)
             so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
             say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)
             return first_failure or 1
-=======
-        if any(process.exitcode for process in ended):
-            orphans.end(known)
->>>>>>> h4
     return first_failure
 
 

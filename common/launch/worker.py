@@ -25,26 +25,8 @@ PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
-<<<<<<< HEAD
-=======
-# parts of the errors that gloo and NCCL raise on the surviving ranks when a rank has died
-LOST_CONTACT = (
-    "closed by peer",
-    "Connection was likely closed",
-    "recvValue failed",
-    "remote process exited",
-    "ncclRemoteError",
-    "communicator was aborted",
-    "reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-    "connectFullMesh",
-    "Socket closed",
-)
-
 LOST_LOADER = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
->>>>>>> h4
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
     """The function that "module:function" names. Raises RunError where there is no disk space for it."""
@@ -66,12 +48,9 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     are gone. `supervisor` is the pid of the process that started this one, None for a worker that runs in place.
     """
     alone = worker.world_size == 1
-<<<<<<< HEAD
     name_worker(worker)
-=======
     # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
->>>>>>> h4
     signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
     if supervisor or worker.layout.launched:
         _end_with_parent(worker, supervisor or os.getppid())
@@ -97,23 +76,15 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"error: {error}", worker.rank, error=True)
         return error.exit_code
-    say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
+    reason = str(error).strip().partition("\n")[0].rstrip(" .")
+    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
+        cause = "ended from outside, or with its fork server (out of memory? see `dmesg`)"
+        say(f"error: {reason}: {cause}", worker.rank, error=True)
+    else:
+        say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
 
 
-<<<<<<< HEAD
-=======
-def _last_words(error: BaseException) -> str:
-    """One line if another rank has failed, and the traceback for a failure of this rank."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
-        return f"error: lost contact with another rank: {reason}. See the logs of the other ranks and nodes."
-    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
-        return f"error: {reason.rstrip(' .')}: ended from outside, or with its fork server (out of memory? see `dmesg`)"
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
->>>>>>> h4
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
     """Run the error's `before_exit` action, for at most LEAVE_SECONDS, and end this process."""
     _end_children()
@@ -139,14 +110,10 @@ def _end_with_parent(worker: Worker, parent: int) -> None:
     def watch() -> None:
         while windows.is_alive() if windows else os.getppid() == parent:
             time.sleep(PARENT_POLL_SECONDS)
-<<<<<<< HEAD
         who = worker.layout.source if worker.layout.launched else "the supervisor of this node"
         say(f"error: {who} (pid {parent}) has ended: ending this rank", worker.rank, error=True)
-        os._exit(RunError.exit_code)
-=======
         _end_children()
-        os._exit(1)
->>>>>>> h4
+        os._exit(RunError.exit_code)
 
     threading.Thread(target=watch, name="watch the parent", daemon=True).start()
 
