@@ -23,7 +23,7 @@ WNUT17 = {
 
 
 def require_mnist(folder: Path) -> None:
-    """Download MNIST into `folder`, as the trainer does, unless it is there. Ends the program where it cannot be had."""
+    """Download MNIST into `folder`, as the trainer does, unless it is there. Ends the program where that fails."""
     try:
         data.load("mnist", folder, torch.float32)
     except UserError as error:
