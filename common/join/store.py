@@ -140,13 +140,17 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
     def report(elapsed: float) -> None:
         if worker.local_rank == 0 and is_time():
             unusual = "" if reason == NOT_STARTED else f" ({reason})"
-            say(f"waiting for {first} at {address}{unusual}; giving up in {timeout_seconds - elapsed:.0f} s", worker.rank)
+            say(
+                f"waiting for {first} at {address}{unusual}; giving up in {timeout_seconds - elapsed:.0f} s",
+                worker.rank,
+            )
 
     addresses = poll(reach, timeout_seconds, report)
     if addresses is None:
         raise RunError(
-            f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s (--join-timeout): is {first} started, "
-            f"and are {', '.join(dict.fromkeys(worker.layout.meeting))} and the firewall right?",
+            f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s "
+            f"(--join-timeout): is {first} started, and are {', '.join(dict.fromkeys(worker.layout.meeting))} "
+            "and the firewall right?",
             same_on_every_rank=True,
         )
     return addresses
