@@ -24,10 +24,8 @@ from common.launch import cli, start
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
-    training = cli.add_training_flags(parser, epochs=40, lr=1e-4)
-    training.add_argument(
-        "--warmup-steps", type=cli.natural_int, default=0, metavar="S", help="steps until the peak of --lr"
-    )
+    training = cli.add_training_flags(parser, epochs=40, lr=1e-4, decayed="matrices")
+    cli.add_warmup_flag(training, default="0")
     training.add_argument("--decay-power", type=cli.positive_float, default=1.0, metavar="X", help="1: linear to 0")
     training.add_argument(
         "--mask-probability", type=cli.probability, default=0.15, metavar="P", help="part of the tokens to mask"

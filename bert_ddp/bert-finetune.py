@@ -27,10 +27,8 @@ ROLES = ("train", "dev", "test")
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=32)
-    training = cli.add_training_flags(parser, epochs=3, lr=5e-5)
-    training.add_argument(
-        "--warmup", type=cli.probability, default=0.1, metavar="P", help="part of all steps until the peak of --lr"
-    )
+    training = cli.add_training_flags(parser, epochs=3, lr=5e-5, decayed="matrices")
+    cli.add_warmup_flag(training, default="10%")
     training.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the model's own")
     task = parser.add_argument_group("task, model and data (SOURCE: a file, or hf:NAME or hf:NAME,CONFIG)")
     task.add_argument("--task", choices=("ner", "classify"), required=True, help="tag entities, or classify texts")

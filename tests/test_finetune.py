@@ -1,6 +1,7 @@
 """Fine-tuning: the same result on every layout, whatever the lengths of the rows."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -91,12 +92,34 @@ def test_when_an_epoch_s_checkpoint_is_there_its_evaluation_and_the_best_weights
     assert saved
 
 
+def resumed(ner, reference, tmp_path, *flags):
+    nodes = nodes_of((1,), tmp_path, *ner, *EXACT, "--resume", reference, *flags)
+    (node,) = playing(FINETUNE, nodes, tmp_path).results()
+    return node
+
+
 def test_a_resumed_run_must_have_the_same_recipe(ner, reference, tmp_path):
-    (node,) = playing(
-        FINETUNE, nodes_of((1,), tmp_path, *ner, *EXACT, "--warmup", 0.9, "--resume", reference), tmp_path
-    ).results()
+    node = resumed(ner, reference, tmp_path, "--warmup-steps", "90%")
     assert node.code == 2
-    assert "written with --warmup 0.1, but this run has 0.9" in node.output
+    assert "written with --warmup-steps 0.1, but this run has 0.9" in node.output
+
+
+@pytest.mark.parametrize("given, code, said", [
+    ("10%", 0, "nothing to do"),
+    ("20%", 2, "written with --warmup 0.1, but this run has 0.2"),
+    ("5", 2, "written with --warmup 0.1, but this run has 5"),
+])  # fmt: skip
+def test_a_checkpoint_of_a_version_with_another_warm_up_flag_is_resumed_or_refused(
+    given, code, said, ner, reference, tmp_path
+):
+    earlier = tmp_path / "earlier"
+    shutil.copytree(reference, earlier, symlinks=True)
+    state = earlier / "checkpoints" / "latest" / "state.json"
+    fields = json.loads(state.read_text())
+    assert fields.pop("warmup_steps") == 0.1
+    state.write_text(json.dumps(fields | {"warmup": 0.1}))
+    node = resumed(ner, earlier, tmp_path, "--warmup-steps", given)
+    assert node.code == code and said in node.output, node.output
 
 
 def test_with_dropout_the_same_layout_gives_the_same_bits(ner, tmp_path):

@@ -1,5 +1,6 @@
 """Flags are compared between nodes and with the run that is resumed, unless they are named as free."""
 
+import argparse
 import runpy
 
 import pytest
@@ -12,7 +13,7 @@ TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed"}
 RECIPES = {
     MNIST: TRAINING | {"label_smoothing"},
     BERT: TRAINING | {"warmup_steps", "decay_power", "mask_probability", "whole_words", "dropout"},
-    FINETUNE: TRAINING | {"warmup", "dropout", "task"},
+    FINETUNE: TRAINING | {"warmup_steps", "dropout", "task"},
 }
 REQUIRED = {FINETUNE: ["--task", "ner", "--model", "m", "--data", "d"]}
 
@@ -44,3 +45,25 @@ def test_a_flag_that_may_change_is_still_compared_between_nodes_and_one_that_may
 @pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.name)
 def test_a_checkpoint_compares_what_changes_the_optimisation(script):
     assert set(cli.recipe(parser_of(script).parse_args(REQUIRED.get(script, [])))) == RECIPES[script]
+
+
+@pytest.mark.parametrize("script, names", [(BERT, "matrices"), (FINETUNE, "matrices"), (MNIST, "all weights")])
+def test_help_says_which_weights_decay(script, names):
+    assert f"AdamW's, on {names} (default: 0.01)" in " ".join(parser_of(script).format_help().split())
+
+
+def test_help_shows_a_default_of_0():
+    assert "of weights, order, masks and dropout (default: 0)" in " ".join(parser_of(MNIST).format_help().split())
+
+
+@pytest.mark.parametrize("script", [BERT, FINETUNE], ids=lambda path: path.name)
+@pytest.mark.parametrize("given, steps", [("0", 0), ("30", 30), ("10%", 20), ("2.5%", 5), ("100%", 200)])
+def test_the_warm_up_is_given_in_steps_or_as_a_part_of_all_steps(script, given, steps):
+    args = parser_of(script).parse_args([*REQUIRED.get(script, []), "--warmup-steps", given])
+    assert cli.steps_of(args.warmup_steps, 200) == steps
+
+
+@pytest.mark.parametrize("given", ["0.1", "-1", "101%", "-1%", "%", "10%%", "nan%", "ten"])
+def test_any_other_warm_up_is_refused(given):
+    with pytest.raises(argparse.ArgumentTypeError, match="give steps, such as 500, or a part of all, such as 10%"):
+        cli.steps_or_percent(given)

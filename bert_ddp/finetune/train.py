@@ -72,13 +72,14 @@ def train(worker: Worker, args: Namespace) -> None:
         net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
-        schedule = warm_up_then_decay(round(args.warmup * schedule_steps), schedule_steps)
+        schedule = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 
         # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
         identity = {"data": found.fingerprint, "task": args.task}
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
+        recipe["warmup"] = args.warmup_steps  # its name and value in older checkpoints, such as 0.1
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         stand_in = move(

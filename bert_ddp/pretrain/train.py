@@ -72,7 +72,7 @@ def train(worker: Worker, args: Namespace) -> None:
         speed.tune(net, device, same_sizes=True)
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
-        decay = warm_up_then_decay(args.warmup_steps, schedule_steps, args.decay_power)
+        decay = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
 

@@ -147,7 +147,8 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
     if addresses is None:
         raise RunError(
             f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s "
-            f"(--join-timeout): is {first} started, and are {', '.join(dict.fromkeys(worker.layout.meeting))} and the firewall right?",
+            f"(--join-timeout): is {first} started, and are {', '.join(dict.fromkeys(worker.layout.meeting))} "
+            "and the firewall right?",
             same_on_every_rank=True,
         )
     return addresses

@@ -43,8 +43,8 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
     """Keeps the line breaks of descriptions, and shows a flag's default where it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default in (None, False, argparse.SUPPRESS)
-        return action.help if silent else super()._get_help_string(action)
+        is_silent = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+        return action.help if is_silent else super()._get_help_string(action)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -132,12 +132,15 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     )
 
 
-def add_training_flags(parser: argparse.ArgumentParser, epochs: int, lr: float) -> argparse._ArgumentGroup:
+def add_training_flags(
+    parser: argparse.ArgumentParser, epochs: int, lr: float, decayed: str = "all weights"
+) -> argparse._ArgumentGroup:
+    """`decayed` says which weights the trainer's optimizer decays."""
     group = parser.add_argument_group("training")
     group.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the training data")
     group.add_argument("--max-steps", type=positive_int, metavar="S", help="stop after so many optimizer steps")
     group.add_argument("--lr", type=positive_float, default=lr, help="peak learning rate")
-    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help="AdamW's, on matrices")
+    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help=f"AdamW's, on {decayed}")
     group.add_argument(
         "--clip-norm", type=positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
     )
@@ -147,6 +150,12 @@ def add_training_flags(parser: argparse.ArgumentParser, epochs: int, lr: float) 
     )
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     return group
+
+
+def add_warmup_flag(group: argparse._ArgumentGroup, default: str) -> None:
+    """Its value is for `steps_of`."""
+    help = "steps until the peak of --lr; or a part of all, as in 10%%"
+    group.add_argument("--warmup-steps", type=steps_or_percent, default=default, metavar="S", help=help)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +204,11 @@ def global_batch(args: argparse.Namespace, world_size: int) -> int:
 def recipe(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that must not change when a run is resumed: all but those in `may_change`."""
     return {name: plain(value) for name, value in vars(args).items() if name not in args.may_change | NOT_FLAGS}
+
+
+def steps_of(value: int | float, total_steps: int) -> int:
+    """The value of a flag of type `steps_or_percent` as a number of steps."""
+    return value if isinstance(value, int) else round(value * total_steps)
 
 
 def layout_flags(args: argparse.Namespace) -> LayoutFlags:
@@ -303,6 +317,15 @@ def save_every(text: str) -> SaveEvery:
             f"{text!r} is not allowed: give a number of steps, minutes or hours above 0, such as 500, 10m or 1h"
         )
     return SaveEvery(text, seconds=amount * unit) if unit else SaveEvery(text, steps=int(amount))
+
+
+def steps_or_percent(text: str) -> int | float:
+    """A number of steps as an int, or a part of all steps as a float: 500 -> 500, 10% -> 0.1. See `steps_of`."""
+    if text.isdecimal():
+        return int(text)
+    allowed = "steps, such as 500, or a part of all, such as 10%"
+    is_part = text.endswith("%")
+    return _number(lambda part: float(part.removesuffix("%")) / 100, text, allowed, lambda x: is_part and 0 <= x <= 1)
 
 
 def gpus_per_node(text: str) -> tuple[int, ...]:
