@@ -4,6 +4,7 @@ Every worker of every node runs `train`. Nothing in it depends on the node or th
 common/uneven cuts the batches.
 """
 
+import math
 from argparse import Namespace
 from typing import Any
 
@@ -67,7 +68,8 @@ def train(worker: Worker, args: Namespace) -> None:
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         empty = move(train_set.get_batch([]), device, precision.dtype)
         model = ddp.wrap(net, plan, timer, lambda model: model(empty.images).sum(), args.compile)
-        report = Report(group, plan, timer, options)
+        untrained_loss = math.log(10)  # a guess among ten classes
+        report = Report(group, plan, timer, options, untrained_loss)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
             return

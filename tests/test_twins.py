@@ -15,7 +15,7 @@ def train(worker: Worker, args: Namespace) -> None:
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         torch.manual_seed(derive_seed(args.seed, "weights"))
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        report = Report(group, plan, timer, options)
+        report = Report(group, plan, timer, options, untrained_loss)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
         report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)

@@ -9,6 +9,7 @@ Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,6 @@ class MaskedPositions(nn.Module):
         positions: torch.Tensor,  # (B, P)
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(logits of the masked words (B * P, V), logits of the next sentence (B, 2) or None without that head)."""
-        if len(input_ids) == 0:
-            # Not every attention kernel takes zero rows. Compute one row and return none of it: all gradients are
-            # zeros then, as they must be for an empty part.
-            words, follows = self(
-                *(_one_row_like(tensor) for tensor in (input_ids, token_type_ids, attention_mask, positions))
-            )
-            return words[:0], None if follows is None else follows[:0]
         hidden = self.bert.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)  # (B, L, H)
         mask = None if attention_mask is None else attention_mask[:, None, None, :]
         *layers, last = self.bert.encoder.layer
@@ -90,10 +84,6 @@ class MaskedLM(MaskedPositions, BertForMaskedLM):
 
 class MaskedLMAndNextSentence(MaskedPositions, BertForPreTraining):
     """Predicts masked words, and whether the second segment follows the first."""
-
-
-def _one_row_like(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.new_ones(1, *tensor.shape[1:])
 
 
 def _run_layer(layer: Any, chosen: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -197,3 +187,8 @@ def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
 def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
     """A scalar that depends on all outputs."""
     return torch.stack([output.sum() for output in outputs if output is not None]).sum()
+
+
+def untrained_loss(net: MaskedPositions) -> float:
+    """The loss of a model that guesses: over the words, and over the two answers for the next sentence."""
+    return math.log(net.config.vocab_size) + (math.log(2) if isinstance(net, MaskedLMAndNextSentence) else 0.0)

@@ -82,8 +82,11 @@ def train(worker: Worker, args: Namespace) -> None:
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         empty = move(train_set.get_batch([]), device, precision.dtype)
-        model = ddp.wrap(net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile)
-        report = Report(group, plan, timer, options)
+        model = ddp.wrap(
+            net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile, stand_in=True
+        )
+        untrained_loss = None if source else bert.untrained_loss(net)
+        report = Report(group, plan, timer, options, untrained_loss)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
             return

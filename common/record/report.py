@@ -21,6 +21,7 @@ from common.record.output import Output
 from common.record.steps import Done, Noted, gather_steps
 from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
+from common.uneven.checks import first_loss_problem
 from common.uneven.timer import StepTimer
 
 EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
@@ -36,10 +37,11 @@ class Report:
         plan: BatchPlan,
         timer: StepTimer,
         options: RunOptions,
+        untrained_loss: float | None = None,  # what the loss of step 1 must be near: ln of the number of classes
         trackers: Iterable[Tracker] = (),  # each gets every row of metrics.jsonl, on rank 0 only (trackers.py)
     ):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
-        self.trackers = trackers
+        self.untrained_loss, self.trackers = untrained_loss, trackers
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
@@ -102,6 +104,12 @@ class Report:
         ]
         if self.output:
             self.output.steps(done, gathered.times(), self.clock)
+        if (
+            self.untrained_loss
+            and done[0].step == 1
+            and (problem := first_loss_problem(done[0].loss, self.untrained_loss))
+        ):
+            self.line(problem)
         return done
 
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------

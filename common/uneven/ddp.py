@@ -62,9 +62,8 @@ def wrap(
     # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    compiled_net = CompiledUnlessEmpty(net) if compiled else net
     wrapped = UnevenDistributedDataParallel(
-        StandInForNoRows(compiled_net) if stand_in else compiled_net,
+        EmptyPartsApart(net, compiled, stand_in) if compiled or stand_in else net,
         net,
         layout_dependent,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
@@ -128,36 +127,25 @@ def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.
     )
 
 
-class CompiledUnlessEmpty(torch.nn.Module):
-    """torch.compile's version of a model, and the model itself for a batch of no rows.
+class EmptyPartsApart(torch.nn.Module):
+    """A model, or torch.compile's version of it, and another way for a batch of no rows.
 
-    Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15).
+    Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15): such a
+    batch goes through the model itself. With `stand_in`, one row of zeros goes through it and none comes out, so that
+    all gradients are exactly zero.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, compiled: bool, stand_in: bool):
         super().__init__()
-        self.model = model
-        self.compiled = torch.compile(model.forward)
-
-    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
-        first = next(iter((*inputs, *named.values())))
-        return self.compiled(*inputs, **named) if len(first) else self.model(*inputs, **named)
-
-
-class StandInForNoRows(torch.nn.Module):
-    """A model that refuses a batch of no rows, such as an RNN, gets one row of zeros; none of its outputs is kept.
-
-    So the gradients of all parameters are exactly zero.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
+        self.model, self.stand_in = model, stand_in
+        self.compiled = torch.compile(model.forward) if compiled else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not _has_no_rows(inputs, named):
+            return (self.compiled or self.model)(*inputs, **named)
+        if not self.stand_in:
             return self.model(*inputs, **named)
-        inputs, named = change((inputs, named), _one_row_of_zeros)
+        inputs, named = change((inputs, named), _one_row)
         return take_rows(self.model(*inputs, **named), slice(0, 0))
 
 
@@ -166,6 +154,8 @@ def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return bool(tensors) and all(len(tensor) == 0 for tensor in tensors)
 
 
-def _one_row_of_zeros(leaf: Any) -> Any:
-    sizes = [max(1, size) for size in leaf.shape[1:]] if isinstance(leaf, torch.Tensor) else []
-    return leaf.new_zeros(1, *sizes) if isinstance(leaf, torch.Tensor) else leaf
+def _one_row(leaf: Any) -> Any:
+    """Zeros, and True for masks: attention over nothing is not a number."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.new_full((1, *(max(1, size) for size in leaf.shape[1:])), leaf.dtype == torch.bool)
