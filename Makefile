@@ -7,6 +7,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
+DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: demo bert test test-cluster lint format bench clean
@@ -44,9 +45,9 @@ format: .venv
 	$(BIN)/ruff check --fix .
 
 bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md
-	$(BIN)/python benchmarks/mnist.py
+	$(BIN)/python benchmarks/mnist.py --data-dir $(DATA)
 	$(BIN)/python benchmarks/bert.py
-	$(BIN)/python benchmarks/finetune.py
+	$(BIN)/python benchmarks/finetune.py --data-dir $(DATA)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain a small BERT on every layout and compare: the curves must agree.
 
-    bert_layouts.py --corpus ../shared/data/wikitext-2/valid.txt --out-dir runs/bert-layouts
+    bert_layouts.py --out-dir runs/bert-layouts [--corpus FILES]
 
 Runs `-g 1`, `-n 2 -g 3,1` and torchrun 3+1 on this machine for one epoch without dropout, with MLM and MLM+NSP, in
 fp64 (the loss of every step must agree to 1e-9, the weights to 1e-8) and fp32 (the first 20 steps to 1e-4, the
@@ -34,13 +34,14 @@ def weights_of(folder: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", default=str(ROOT.parent / "shared" / "data" / "wikitext-2" / "valid.txt"))
+    parser.add_argument("--corpus", help="text files; the trainer's own default when left out: Python's docs")
     parser.add_argument("--out-dir", type=Path, required=True)
     args = parser.parse_args()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     config = args.out_dir / "config.json"
     config.write_text(json.dumps(CONFIG))
-    same = [*FLAGS, "--config-file", str(config), "--corpus", args.corpus, "--cache-dir", str(args.out_dir / "cache")]
+    same = [*FLAGS, "--config-file", str(config), "--cache-dir", str(args.out_dir / "cache")]
+    same += ["--corpus", args.corpus] if args.corpus else []
     broken, lines = 0, []
     for objective in ("mlm", "mlm+nsp"):
         found: dict[tuple[str, str], dict] = {}

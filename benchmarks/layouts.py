@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train MNIST on every layout with default settings and compare: the curves must agree.
 
-    layouts.py --data-dir ../shared/data --out-dir runs/layouts [--hosts]
+    layouts.py --out-dir runs/layouts [--data-dir data] [--hosts]
 
 Runs `-g 1`, `-g 2`, `-n 2 -g 3,1` and torchrun 3+1 on this machine, in fp64 (the loss of every step must agree to
 1e-9) and fp32 (the first 20 steps to 1e-5, the accuracy within 0.15 points). `--hosts` adds two real hosts (network
@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.data import FOLDER, require_mnist
 from common.launch.addresses import free_port
 
 TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
@@ -82,10 +83,11 @@ def draw(results: dict[str, dict], picture: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=str(ROOT.parent / "shared" / "data"))
+    parser.add_argument("--data-dir", type=Path, default=FOLDER, help="where MNIST is, or is downloaded to")
     parser.add_argument("--out-dir", type=Path, required=True)
     parser.add_argument("--hosts", action="store_true")
     args = parser.parse_args()
+    require_mnist(args.data_dir)
     names = ["-g 1", "-g 2", "-n 2 -g 3,1", "torchrun 3+1"]
     if args.hosts:
         subprocess.run([HOSTS, "up"], check=True)
@@ -97,7 +99,7 @@ def main() -> int:
                     TRAINER,
                     name,
                     args.out_dir / precision / name.replace(" ", "_").replace(",", "+"),
-                    ["--data-dir", args.data_dir, "--precision", precision],
+                    ["--data-dir", str(args.data_dir), "--precision", precision],
                 )
                 for name in names
             }

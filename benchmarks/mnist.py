@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """MNIST against the stock recipe, side by side in one run: time to 99.0 %, and images per second on one model.
 
-    mnist.py [--data-dir ../shared/data] [--quick]
+    mnist.py [--data-dir data] [--quick]
 
 `--quick` leaves out the stock recipe's full training, which takes minutes. Prints the tables of docs/benchmarks.md.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.data import FOLDER, require_mnist
 from benchmarks.machine import describe
 
 HERE = ROOT / "benchmarks"
@@ -41,7 +42,7 @@ def last_row(folder: Path, kind: str) -> dict:
     return [row for row in rows if row["kind"] == kind][-1]
 
 
-def ours_to_target(data: str, folder: Path) -> dict:
+def ours_to_target(data: Path, folder: Path) -> dict:
     flags = ["-g", 1, "--device", "cpu", "--data-dir", data, "--epochs", 2, "--target-accuracy", 99]
     run(TRAINER, *flags, "--out-dir", folder)
     return last_row(folder, "eval")
@@ -56,7 +57,7 @@ def with_stock_model(folder: Path) -> Path:
     return folder / "mnist_ddp" / TRAINER.name
 
 
-def ours_per_second(trainer: Path, data: str, folder: Path) -> float:
+def ours_per_second(trainer: Path, data: Path, folder: Path) -> float:
     """Images per second over all steps, on the stock recipe's model and batch."""
     flags = ["-g", 1, "--device", "cpu", "--data-dir", data, "--global-batch", 64, "--max-steps", STEPS]
     run(trainer, *flags, "--out-dir", folder)
@@ -65,11 +66,10 @@ def ours_per_second(trainer: Path, data: str, folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default=str(ROOT.parent / "shared" / "data"))
+    parser.add_argument("--data-dir", type=Path, default=FOLDER, help="where MNIST is, or is downloaded to")
     parser.add_argument("--quick", action="store_true", help="only images per second")
     args = parser.parse_args()
-    if not (Path(args.data_dir) / "MNIST").is_dir():
-        sys.exit(f"mnist.py: --data-dir {args.data_dir} has no MNIST: name a folder that the trainer has filled")
+    require_mnist(args.data_dir)
     with tempfile.TemporaryDirectory() as scratch:
         pairs, trainer = [], with_stock_model(Path(scratch))
         for number in range(TRIES):  # in turns, so that other load on the machine affects both

@@ -201,7 +201,7 @@ def masked(folder, *flags, whole_words=False, probability=0.15, seed=0):
 
 def test_masks_do_not_know_the_batch_they_are_drawn_in(folder):
     _, (train, _) = masked(folder)
-    together, alone = train.__getitems__(Indices([5, 2, 9], epoch=3)), train.__getitems__(Indices([9], epoch=3))
+    together, alone = train.get_batch(Indices([5, 2, 9], epoch=3)), train.__getitems__(Indices([9], epoch=3))
     assert (together.input_ids[2] == alone.input_ids[0]).all() and (together.labels[2] == alone.labels[0]).all()
 
 
@@ -210,13 +210,13 @@ def test_masks_change_with_the_epoch_and_stay_in_evaluation(folder):
     drawn = []
     for part in (train, held_out):
         for epoch in (0, 1):
-            drawn.append(part.__getitems__(Indices(range(4), epoch)).positions)
+            drawn.append(part.get_batch(Indices(range(4), epoch)).positions)
     assert (drawn[0] != drawn[1]).any() and (drawn[2] == drawn[3]).all()
 
 
 def test_eight_of_ten_chosen_tokens_are_masked_and_one_is_kept(folder):
     text, (train, _) = masked(folder, probability=0.5)
-    batch = train.__getitems__(range(len(train)))
+    batch = train.get_batch(range(len(train)))
     listed = batch.labels >= 0
     now = batch.input_ids.gather(1, batch.positions)[listed]
     was = batch.labels[listed]
@@ -232,7 +232,7 @@ def test_the_count_of_every_step_is_known_without_looking_at_masks(folder):
 
     order = torch.randperm(len(train))
     counted = [
-        int((train.__getitems__(order[start : start + 50].tolist()).labels >= 0).sum())
+        int((train.get_batch(order[start : start + 50].tolist()).labels >= 0).sum())
         for start in range(0, len(train), 50)
     ]
     assert plan.sums_in_steps(train.counts, order) == counted
@@ -240,7 +240,7 @@ def test_the_count_of_every_step_is_known_without_looking_at_masks(folder):
 
 def test_whole_words_are_masked_together(folder):
     _, (train, _) = masked(folder, "--vocab-size", 64, whole_words=True)
-    batch = train.__getitems__(range(200))
+    batch = train.get_batch(range(200))
     original = batch.input_ids.clone()
     listed = batch.labels >= 0
     original[listed.nonzero()[:, 0], batch.positions[listed]] = batch.labels[listed]
@@ -466,7 +466,7 @@ def test_shards_with_room_for_different_numbers_of_masks_go_together(tmp_path):
     write_shard(tmp_path / "shards" / "a.hdf5", places=2)
     write_shard(tmp_path / "shards" / "b.hdf5", places=5)
     train, _ = rows.of_corpus(load_shards(tmp_path, "--masking", "stored"), 0.15, False, 0)
-    assert train.__getitems__([0, 4]).positions.tolist() == [[2, 0, 0, 0, 0]] * 2
+    assert train.get_batch([0, 4]).positions.tolist() == [[2, 0, 0, 0, 0]] * 2
 
 
 def test_a_shard_with_an_array_of_another_shape_is_named(tmp_path):

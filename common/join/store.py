@@ -140,10 +140,8 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
     def report(elapsed: float) -> None:
         if worker.local_rank == 0 and is_time():
             unusual = "" if reason == NOT_STARTED else f" ({reason})"
-            say(
-                f"waiting for {first} at {address}{unusual}; giving up in {timeout_seconds - elapsed:.0f} s",
-                worker.rank,
-            )
+            left = timeout_seconds - elapsed
+            say(f"waiting for {first} at {address}{unusual}; giving up in {left:.0f} s", worker.rank)
 
     addresses = poll(reach, timeout_seconds, report)
     if addresses is None:

@@ -253,9 +253,13 @@ def shown(value: object) -> str:
 
 
 def plain(value: object) -> Any:
-    """A flag's value as a JSON type."""
+    """A flag's value as a JSON type. JSON has no infinity and no NaN: these become "inf" and "nan"."""
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 

@@ -18,13 +18,14 @@ from typing import Any
 
 from common.console import say
 from common.errors import ExplainedError
-from common.launch import worker
+from common.launch import orphans, worker
 from common.launch.layout import Worker
 from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
 KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
+POLL_SECONDS = 0.05
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
 INTERRUPTED = 130  # as shells report SIGINT
 
@@ -60,10 +61,13 @@ def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseP
 
 
 def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
+    orphans.adopt()
+    known: set[int] = set()
     try:
         for process in processes:
             process.start()
-        return _wait_for_all(processes, timeout_seconds)
+        known = orphans.children()
+        return _wait_for_all(processes, known, timeout_seconds)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
@@ -71,10 +75,11 @@ def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # a second Ctrl-C must not keep us from ending a stopped worker
             signal.signal(number, signal.SIG_IGN)
-        _end([process for process in processes if process.pid])
+        _end([process for process in processes if process.pid], known)
 
 
-def _wait_for_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
+def _wait_for_all(processes: list[BaseProcess], known: set[int], timeout_seconds: float) -> int:
+    """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
     running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
@@ -88,6 +93,8 @@ def _wait_for_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
             if process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
+        if any(process.exitcode for process in ended):
+            orphans.end(known)
         if overdue := stopped.look(running):
             who = " and ".join(process.name for process in overdue)
             so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
@@ -107,17 +114,20 @@ def _exit_code(process: BaseProcess) -> int:
     return 128 - code
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    """No worker outlives its supervisor: SIGTERM, then SIGKILL for those that do not end."""
+def _end(processes: list[BaseProcess], known: set[int]) -> None:
+    """No worker outlives its supervisor: SIGTERM, then SIGKILL for those that do not end; nor does what they leave."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()
     deadline = time.monotonic() + KILL_SECONDS
+    # No join with a timeout: it waits for the sentinel, which the processes that a worker leaves behind keep open.
+    while any(process.is_alive() for process in alive) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     for process in alive:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+    if alive:
+        orphans.end(known)
 
 
 def _raise_interrupt(*_: object) -> None:

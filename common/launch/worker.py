@@ -5,6 +5,7 @@ import errno
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,8 @@ LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks k
 PARENT_POLL_SECONDS = 1.0
 INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+LOST_LOADER = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
 
 
 def load(target: str) -> Callable[[Worker, Namespace], None]:
@@ -46,6 +49,8 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     """
     alone = worker.world_size == 1
     name_worker(worker)
+    # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
     if supervisor or worker.layout.launched:
         _end_with_parent(worker, supervisor or os.getppid())
@@ -56,7 +61,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     except (ExplainedError, KeyboardInterrupt) as error:
         _end_after_failure(_explain(worker, error), error, alone)
     except Exception as error:
-        if alone:
+        if alone and not LOST_LOADER.match(str(error)):
             raise  # Python prints the traceback, and a debugger may look at it
         _end_after_failure(_explain(worker, error), error, alone)
     flush()
@@ -71,12 +76,18 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"error: {error}", worker.rank, error=True)
         return error.exit_code
-    say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
+    reason = str(error).strip().partition("\n")[0].rstrip(" .")
+    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
+        cause = "ended from outside, or with its fork server (out of memory? see `dmesg`)"
+        say(f"error: {reason}: {cause}", worker.rank, error=True)
+    else:
+        say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
     """Run the error's `before_exit` action, for at most LEAVE_SECONDS, and end this process."""
+    _end_children()
 
     def last_action() -> None:
         with contextlib.suppress(RuntimeError):  # the other ranks, or the store, may be gone
@@ -101,6 +112,13 @@ def _end_with_parent(worker: Worker, parent: int) -> None:
             time.sleep(PARENT_POLL_SECONDS)
         who = worker.layout.source if worker.layout.launched else "the supervisor of this node"
         say(f"error: {who} (pid {parent}) has ended: ending this rank", worker.rank, error=True)
+        _end_children()
         os._exit(RunError.exit_code)
 
     threading.Thread(target=watch, name="watch the parent", daemon=True).start()
+
+
+def _end_children() -> None:
+    """End what `multiprocessing` has started here, such as a DataLoader's processes: `os._exit` would leave it."""
+    for child in multiprocessing.active_children():
+        child.terminate()

@@ -17,18 +17,35 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from common.console import say
 from common.errors import RunError, UserError
+from common.launch.cli import plain
 
 FORMAT = 1
 REPLACED = ".writing-old-"
 WEIGHTS, TRAINING_STATE, STATE = "model.safetensors", "training_state.pt", "state.json"
+OTHER_MODEL = "its weights belong to another model"
+
+
+class Part(Protocol):
+    """What a checkpoint holds besides the weights: an optimizer, a scheduler, a scaler, an average of the weights.
+
+    `state_dict()` returns a dict of tensors, numbers, text, None, and lists, tuples and dicts of these.
+    `load_state_dict` takes it again, with all tensors on the CPU, and makes the part what it was, bit for bit. Both
+    are local: rank 0 alone calls `state_dict`, and every rank calls `load_state_dict`. A part must hold the same on
+    every rank, because only that of rank 0 is saved.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -43,32 +60,44 @@ class Checkpoint:
         try:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its last line
-            raise _other_model(self.path, str(error).strip().splitlines()[-1].strip()) from None
+            raise self._refusal(f"{OTHER_MODEL}: {_last_line(error)}") from None
         if missing:
-            raise _other_model(self.path, f"it has no {sorted(missing)[0]}")
+            raise self._refusal(f"{OTHER_MODEL}: it has no {sorted(missing)[0]}")
         if unknown:
-            raise _other_model(self.path, f"its {sorted(unknown)[0]} is unknown here")
+            raise self._refusal(f"{OTHER_MODEL}: its {sorted(unknown)[0]} is unknown here")
 
-    def load_training(self, **parts: Any) -> None:
-        """Fill the optimizer, scheduler and scaler that are named, each through its `load_state_dict`."""
+    def load_training(self, **parts: Part) -> None:
+        """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state."""
         saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
+        new_run = "or start a new run with another --out-dir"
+        for name in sorted(parts.keys() - saved.keys()):
+            raise self._refusal(f"it was saved without the part {name}: resume without that part too, {new_run}")
+        for name in sorted(saved.keys() - parts.keys()):
+            known = f"it was saved with the part {name}, which this run lacks"
+            raise self._refusal(f"{known}: give that part to resume() and save() again, {new_run}")
         for name, part in parts.items():
-            fill(part, saved[name])
+            try:
+                fill(part, saved[name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                problem = f"the part {name} does not take the state that was saved ({_last_line(error)})"
+                raise self._refusal(f"{problem}: make that part as in the run that saved it, {new_run}") from None
 
     def require(self, fields: dict[str, Any], prefix: str = "") -> None:
         """Raise UserError if the checkpoint has another value of a field. A field that it lacks is not compared.
 
         `prefix` is "--" where the fields are flags.
         """
-        for name, here in fields.items():
-            there = self.state.get(name, here)
+        for name, value in fields.items():
+            here, there = plain(value), plain(self.state.get(name, value))  # earlier versions wrote inf as a number
             if there != here:
                 label = prefix + name.replace("_", "-")
-                raise UserError(
-                    f"--resume {self.path}: it was written with {label} {there}, but this run has {here}: "
-                    "resume with the same, or start a new run with another --out-dir",
-                    same_on_every_rank=True,
+                raise self._refusal(
+                    f"it was written with {label} {there}, but this run has {here}: "
+                    "resume with the same, or start a new run with another --out-dir"
                 )
+
+    def _refusal(self, why: str) -> UserError:
+        return UserError(f"--resume {self.path}: {why}", same_on_every_rank=True)
 
 
 def save(
@@ -78,12 +107,13 @@ def save(
     state: dict[str, Any],
     keep: int | None = None,
     write_extra: Callable[[Path], None] | None = None,
-    **parts: Any,
+    **parts: Part,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` completely or not at all, point `latest` to it, and remove all but `keep`.
 
-    `parts` are objects with a `state_dict`; `write_extra(path)` may add files, such as a model's config.
-    Only rank 0 calls this. Raises RunError when the disk is full or not writable; earlier checkpoints stay.
+    `parts` are what `resume` fills again, by the same names (see `Part`); `write_extra(path)` may add files, such as a
+    model's config. Only rank 0 calls this. Raises RunError when the disk is full or not writable, UserError for a part
+    whose state could not be read back; earlier checkpoints stay.
     """
     target = folder / f"step-{step:08d}"
     aside = folder / f".writing-{target.name}-{os.getpid()}"
@@ -92,12 +122,13 @@ def save(
         _remove_leftovers(folder)
         aside.mkdir()
         save_model(model, str(aside / WEIGHTS), metadata={"format": "pt"})
-        torch.save({name: part.state_dict() for name, part in parts.items()}, aside / TRAINING_STATE)
+        _save_parts(aside / TRAINING_STATE, parts)
         if write_extra:
             write_extra(aside)
         checksums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
-        text = json.dumps({"format": FORMAT, "step": step, **state, "checksums": checksums}, indent=1)
-        (aside / STATE).write_text(text)
+        everything = plain({"format": FORMAT, "step": step, **state, "checksums": checksums})
+        (aside / STATE).write_text(json.dumps(everything, indent=1, allow_nan=False))
+        _follow_umask(aside)
         for path in [*aside.iterdir(), aside]:
             _sync(path)
         if target.exists():  # a resumed run that reaches the same step again
@@ -116,7 +147,27 @@ def save(
         raise RunError(
             f"could not write the checkpoint {target}: {error}; the earlier ones are intact. {free}"
         ) from error
+    except UserError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     return target
+
+
+def _save_parts(path: Path, parts: dict[str, Part]) -> None:
+    """Raises UserError where a state holds what `load_training` would refuse to read."""
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    if unsafe := get_unsafe_globals_in_checkpoint(path):
+        raise UserError(
+            f"one of the parts {', '.join(parts)} has a state with a {sorted(unsafe)[0]} in it, which cannot be read "
+            "back from a checkpoint: its state_dict() may hold tensors, numbers, text, lists, tuples and dicts"
+        )
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give all files the permissions of state.json, which follow the umask; safetensors writes for the owner only."""
+    for path in folder.iterdir():
+        if path.stat().st_mode != (folder / STATE).stat().st_mode:
+            shutil.copymode(folder / STATE, path)
 
 
 def _free_space(folder: Path) -> str:
@@ -167,14 +218,14 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
     return Checkpoint(path, state), ""
 
 
-def fill(part: Any, state: dict[str, Any]) -> None:
-    """Load `state` into an optimizer, scheduler or scaler."""
+def fill(part: Part, state: dict[str, Any]) -> None:
+    """Load `state` into a part."""
     if state:  # the scaler of a run that was not in fp16 has none
         part.load_state_dict(state)
 
 
-def _other_model(path: Path, what: str) -> UserError:
-    return UserError(f"--resume {path}: its weights belong to another model: {what}", same_on_every_rank=True)
+def _last_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
 
 
 def _by_step(folder: Path) -> list[Path]:

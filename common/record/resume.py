@@ -10,7 +10,7 @@ from common.console import say
 from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record.checkpoint import Checkpoint, fill, find, latest_name, point_latest
+from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
 
 
 def resume(
@@ -20,14 +20,15 @@ def resume(
     model: torch.nn.Module,
     identity: dict[str, Any],
     recipe: dict[str, Any],
-    **parts: Any,
+    **parts: Part,
 ) -> int:
     """Load the checkpoint that --resume asks for on every rank. Returns its optimizer steps, or 0 if there is none.
 
     Rank 0 reads the checkpoint, checks that it was written with the same data (`identity`) and the same flags
-    (`recipe`, which --eval-only does not need), and sends the state of `parts` to the other ranks. The weights
-    stay on rank 0: DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises
-    UserError on every rank.
+    (`recipe`, which --eval-only does not need), and sends the state of `parts` to the other ranks. Name the same parts
+    as in `checkpoint.save`; `checkpoint.Part` says what a part must be able to do. The weights stay on rank 0:
+    DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises UserError on every
+    rank, also for a part that the checkpoint lacks, or that only the checkpoint has.
     """
     if options.resume is None:
         return 0
@@ -68,7 +69,7 @@ def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
 
 
 def broadcast_tree(tree: Any, device: torch.device) -> Any:
-    """Rank 0's nested dicts, lists and tensors on every rank. Every rank must call this.
+    """Rank 0's nested dicts, lists, tuples and tensors on every rank. Every rank must call this.
 
     Tensors are sent one at a time, so that no rank needs twice the memory, and arrive on the CPU.
     """
@@ -80,7 +81,7 @@ def broadcast_tree(tree: Any, device: torch.device) -> Any:
             return torch.empty_like(node, device="meta", memory_format=torch.contiguous_format)
         if isinstance(node, dict):
             return {key: strip(value) for key, value in node.items()}
-        return [strip(value) for value in node] if isinstance(node, list | tuple) else node
+        return type(node)(map(strip, node)) if type(node) in (list, tuple) else node
 
     def rebuild(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
@@ -89,7 +90,7 @@ def broadcast_tree(tree: Any, device: torch.device) -> Any:
             return tensor.cpu()
         if isinstance(node, dict):
             return {key: rebuild(value) for key, value in node.items()}
-        return [rebuild(value) for value in node] if isinstance(node, list) else node
+        return type(node)(map(rebuild, node)) if type(node) in (list, tuple) else node
 
     skeleton = [strip(tree)]
     dist.broadcast_object_list(skeleton, src=0)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.launch.cli import plain
 from common.launch.layout import Layout
 from common.version import git_commit, versions
 
@@ -44,5 +45,5 @@ def add_start(
         }
     )
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps({"starts": starts}, indent=1))
+    aside.write_text(json.dumps(plain({"starts": starts}), indent=1, allow_nan=False))
     aside.replace(path)

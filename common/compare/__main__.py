@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Do two runs agree? Compares their losses step by step, and asks the right question where they do not.
+
+    python -m common.compare runs/a runs/b                    # two --out-dirs, or two metrics.jsonl
+    python -m common.compare runs/a runs/b --tolerance 1e-6
+
+The difference of two losses is relative where they are above 1, and absolute below. Exit code 0: all steps and
+evaluations that both runs have agree within the tolerance; 1: some do not; 2: a file is missing or wrong.
+From any folder: python common/compare/__main__.py, by its path.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+if not __package__:  # started by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common.compare import questions
+from common.compare.differences import Comparison, compare, default_tolerance
+from common.compare.run import Run, read_run
+from common.console import say
+from common.errors import ExplainedError
+from common.launch import cli
+from common.launch.reading import count
+
+
+def flags() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False)
+    parser.add_argument("a", metavar="A", type=Path, help="a run's --out-dir, or its metrics.jsonl")
+    parser.add_argument("b", metavar="B", type=Path, help="another one")
+    parser.add_argument(
+        "--tolerance",
+        type=cli.non_negative_float,
+        metavar="X",
+        help="largest difference that counts as equal (1e-9 for fp64, 1e-5 for fp32, 1e-2 for bf16 and fp16)",
+    )
+    return parser
+
+
+def main() -> int:
+    parser = flags()
+    args = parser.parse_args()
+    try:
+        return report(args)
+    except ExplainedError as error:
+        parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+
+
+def report(args: Namespace) -> int:
+    """Compare, print, and return the exit code. Raises UserError."""
+    a, b = read_run(args.a), read_run(args.b)
+    tolerance = default_tolerance(a, b) if args.tolerance is None else args.tolerance
+    found = compare(a, b, tolerance)
+    say("\n".join([_described("A", a), _described("B", b), *_summary(found)]))
+    if found.agree:
+        say("equal     within the tolerance")
+        return 0
+    say(questions.ask(a, b, found))
+    return 1
+
+
+def _described(name: str, run: Run) -> str:
+    start = run.start_at(max(run.train))
+    how = f", {start['layout']['source']}, {start['flags'].get('precision')}" if start else ", no run.json"
+    resumed = "".join(f", resumed after step {step}" for step in run.resumes)
+    return f"{name:<10}{run.path}: {count(len(run.train), 'step')}{how}{resumed}"
+
+
+def _summary(found: Comparison) -> list[str]:
+    step, largest = found.largest
+    steps = f"{count(len(found.steps), 'step')}, {found.steps[0]} to {found.steps[-1]}"
+    lines = [f"compared  {steps}: largest difference {largest:.1e} at step {step}; tolerance {found.tolerance:.1e}"]
+    if found.evaluations:
+        step, measure, difference = max(found.evaluations, key=lambda one: one[2])
+        times = count(len({step for step, _, _ in found.evaluations}), "evaluation")
+        lines.append(f"compared  {times}: largest difference {difference:.1e} at step {step}, in its {measure}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

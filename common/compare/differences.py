@@ -1,0 +1,74 @@
+"""Where two runs differ, and by how much."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from common.compare.run import Run
+from common.errors import UserError
+
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+NOT_MEASURES = {"kind", "step", "epoch", "training_seconds"}  # of an eval row
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of two runs, in every step and evaluation that both have."""
+
+    tolerance: float
+    losses: dict[int, float]  # step -> difference, in order
+    evaluations: list[tuple[int, str, float]]  # step, measure, difference
+
+    @property
+    def steps(self) -> list[int]:
+        return list(self.losses)
+
+    @property
+    def largest(self) -> tuple[int, float]:
+        """The step with the largest difference, and that difference."""
+        return max(self.losses.items(), key=lambda item: item[1])
+
+    def first_above(self, tolerance: float) -> int | None:
+        """The first step whose losses differ by more than this."""
+        return next((step for step, difference in self.losses.items() if difference > tolerance), None)
+
+    @property
+    def first_evaluation(self) -> tuple[int, str, float] | None:
+        """The first measure of an evaluation that differs by more than the tolerance."""
+        return next((one for one in self.evaluations if one[2] > self.tolerance), None)
+
+    @property
+    def agree(self) -> bool:
+        return self.first_above(self.tolerance) is None and self.first_evaluation is None
+
+
+def compare(a: Run, b: Run, tolerance: float) -> Comparison:
+    """Raises UserError where the runs have no step in common."""
+    steps = sorted(a.train.keys() & b.train.keys())
+    if not steps:
+        have = " and ".join(f"{run.path} has steps {min(run.train)} to {max(run.train)}" for run in (a, b))
+        raise UserError(f"the two runs have no step in common: {have}: compare runs of the same steps and --log-every")
+    losses = {step: difference(a.train[step]["loss"], b.train[step]["loss"]) for step in steps}
+    evaluations = [
+        (step, name, difference(value, b.evaluations[step][name]))
+        for step in sorted(a.evaluations.keys() & b.evaluations.keys())
+        for name, value in a.evaluations[step].items()
+        if name not in NOT_MEASURES and name in b.evaluations[step]
+    ]
+    return Comparison(tolerance, losses, evaluations)
+
+
+def difference(first: Any, second: Any) -> float:
+    """Relative where the values are above 1, absolute below: a loss near 0 has no digits to lose. Infinite where one
+    is not a number, such as None, which stands for one that is not finite, and the other is something else."""
+    if first == second:
+        return 0.0
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in (first, second)):
+        return math.inf
+    return abs(first - second) / max(1.0, abs(first), abs(second))
+
+
+def default_tolerance(a: Run, b: Run) -> float:
+    """That of the lower precision of both; fp32's, the trainers' default, where there is no run.json."""
+    names = [start["flags"].get("precision", "fp32") for run in (a, b) for start in run.starts] or ["fp32"]
+    return max(TOLERANCES.get(name, TOLERANCES["fp32"]) for name in names)

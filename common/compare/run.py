@@ -1,0 +1,80 @@
+"""A run as its files tell it: the rows of metrics.jsonl, and how it was started, from run.json."""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.record.metrics import read_metrics
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows by step. Where a file has a step twice, the last row counts."""
+
+    path: Path  # of metrics.jsonl
+    train: dict[int, Row]
+    evaluations: dict[int, Row]
+    starts: list[dict[str, Any]]  # of run.json; empty where there is none
+    state: dict[str, Any]  # state.json of its newest checkpoint: data and flags that decide the result; may be empty
+
+    @property
+    def resumes(self) -> list[int]:
+        """The steps after which the run was resumed."""
+        return [start["first_step"] for start in self.starts if start["first_step"]]
+
+    def start_at(self, step: int) -> dict[str, Any] | None:
+        """The start that has done this step, or None."""
+        return next((start for start in reversed(self.starts) if start["first_step"] < step), None)
+
+
+def read_run(path: Path) -> Run:
+    """The run in the folder `path`, or that of a metrics.jsonl. Raises UserError where there is none."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder: name the --out-dir of a run, or its metrics.jsonl")
+    metrics = path / "metrics.jsonl" if path.is_dir() else path
+    rows = _rows(metrics)
+    by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    for row in rows:
+        if row.get("kind") in by_kind and isinstance(row.get("step"), int):
+            by_kind[row["kind"]][row["step"]] = row
+    train = {step: row for step, row in sorted(by_kind["train"].items()) if "loss" in row}
+    if not train:
+        raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
+    return Run(metrics, train, by_kind["eval"], _starts(metrics.parent / "run.json"), _state(metrics.parent))
+
+
+def _rows(metrics: Path) -> list[Row]:
+    try:
+        rows = read_metrics(metrics)
+    except OSError as error:
+        raise UserError(f"{metrics} cannot be read: {error.strerror}: name a run's --out-dir") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{metrics} is not text: name a run's --out-dir, or its metrics.jsonl") from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(f"{metrics}, line {number} is not an object: name a metrics.jsonl that a run has written")
+    return rows
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        starts = json.loads(path.read_text())["starts"]
+        for start in starts:
+            assert {"first_step", "layout", "shares", "versions", "commit", "facts", "flags"} <= start.keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise UserError(f"{path} is not what a run writes: correct it, or remove it to compare without it") from None
+    return starts
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    states = sorted(folder.glob("checkpoints/step-*/state.json"))
+    with contextlib.suppress(IndexError, OSError, ValueError):
+        return dict(json.loads(states[-1].read_text()))
+    return {}

@@ -1,0 +1,50 @@
+"""The processes that a worker leaves behind when it dies, such as those of a DataLoader.
+
+Some end by themselves after seconds, those of a fork server never. Until then they hold the sockets of the dead
+worker, so that the other ranks wait for it.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+END_SECONDS = 5.0
+
+
+def adopt() -> None:
+    """Make this process the parent of whatever its workers leave behind, so that `end` finds it. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The pids of this process's children."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+def end(known: set[int]) -> None:
+    """Kill the children of this process that are not `known`, then what those leave behind, and so on.
+
+    Only processes of this Python and this session are killed. Other programs may go on, such as an upload, and so may
+    what somebody has detached from the terminal.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    while left := [psutil.Process(pid) for pid in children() - known if _is_ours(pid)]:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+        if time.monotonic() > deadline:
+            return
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == os.getsid(0) and psutil.Process(pid).exe() == psutil.Process().exe()
+    except (OSError, psutil.Error):
+        return False

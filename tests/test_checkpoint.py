@@ -1,0 +1,120 @@
+"""Checkpoints: which parts they hold, what their files are, and what is said when a run and a checkpoint differ."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UserError
+from common.record import checkpoint
+from tests.harness import MNIST, nodes_of, play, playing
+from tests.test_exactness import altered
+
+FLAGS = ("--dataset", "digits", "--global-batch", 110, "--epochs", 1, "--lr", 1e-3)
+PARTS = "        parts: dict[str, Any] = {"
+WITH_EMA = {
+    PARTS: f"""\
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+        ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        second = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+{PARTS}"ema": ema, "second": second, """,
+    "optimizer.zero_grad()": "[second.step(), ema.update_parameters(net), optimizer.zero_grad()]",
+    "report.summary(step)": """report.summary(step)
+        torch.save([ema.state_dict(), second.state_dict()], args.out_dir / f"parts-of-{worker.rank}.pt")""",
+}
+
+
+def test_an_average_of_the_weights_and_a_second_optimizer_are_restored_on_every_rank_bit_for_bit(tmp_path):
+    trainer = altered(tmp_path / "ema_ddp", WITH_EMA)
+    play(trainer, (2, 1), tmp_path / "whole", *FLAGS, "--max-steps", 6)
+    play(trainer, (2, 1), tmp_path / "halves", *FLAGS, "--max-steps", 3)
+    play(trainer, (2, 1), tmp_path / "halves", *FLAGS, "--max-steps", 6, "--resume")
+    for rank in range(3):
+        whole, halves = (torch.load(tmp_path / run / f"parts-of-{rank}.pt") for run in ("whole", "halves"))
+        assert whole[0]["n_averaged"] == 6
+        torch.testing.assert_close(halves, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("saved_by, resumed_by, said", [
+    ("plain", "ema_ddp", "it was saved without the part ema: resume without that part too"),
+    ("ema_ddp", "plain", "it was saved with the part ema, which this run lacks: give that part to resume() and save()"),
+])  # fmt: skip
+def test_a_part_that_only_the_run_or_only_the_checkpoint_has_is_named_on_every_node(
+    saved_by, resumed_by, said, tmp_path
+):
+    trainers = {"plain": MNIST, "ema_ddp": altered(tmp_path / "ema_ddp", WITH_EMA)}
+    play(trainers[saved_by], (1,), tmp_path / "run", *FLAGS, "--max-steps", 2)
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--resume")
+    for node in playing(trainers[resumed_by], nodes, tmp_path).results():
+        assert node.code == 2, node.output
+        assert said in node.output and "Traceback" not in node.output
+
+
+def small_net():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def test_a_part_whose_state_does_not_fit_is_named(tmp_path):
+    net = small_net()
+    one, two = torch.optim.SGD(net.parameters()), torch.optim.SGD([{"params": [one]} for one in net.parameters()])
+    found = checkpoint.find(checkpoint.save(tmp_path, 1, net, {}, optimizer=one))
+    with pytest.raises(
+        UserError, match=r"--resume .*: the part optimizer does not take .*make that part as in the run"
+    ):
+        found.load_training(optimizer=two)
+
+
+class Counter:
+    """A part with a state of one object."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_a_part_whose_state_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path):
+    with pytest.raises(UserError, match=r"one of the parts counter has a state with a numpy\S+ in it"):
+        checkpoint.save(tmp_path, 1, small_net(), {}, counter=Counter(np.float64(0.5)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = checkpoint.save(tmp_path / "run", 1, small_net(), {}, write_extra=lambda path: (path / "a").touch(0o600))
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
+        ("a", "model.safetensors", "state.json", "training_state.pt"), "0o640"
+    )
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_state_json_and_run_json_are_valid_json_although_clip_norm_is_infinite(tmp_path):
+    play(MNIST, (1,), tmp_path, *FLAGS, "--max-steps", 1)
+    for file in (tmp_path / "checkpoints" / "latest" / "state.json", tmp_path / "run.json"):
+        assert '"inf"' in json.dumps(json.loads(file.read_text(), parse_constant=refuse))
+
+
+def test_a_checkpoint_that_holds_the_infinity_of_earlier_versions_resumes_with_its_recipe_compared(tmp_path):
+    path = checkpoint.save(tmp_path, 1, small_net(), {"clip_norm": math.inf})
+    text = (path / "state.json").read_text()
+    assert text.count('"inf"') == 1
+    (path / "state.json").write_text(text.replace('"inf"', "Infinity"))
+    found = checkpoint.find(path)
+    found.require({"clip_norm": math.inf}, prefix="--")
+    found.require({"clip_norm": "inf"}, prefix="--")
+    with pytest.raises(UserError, match=r"written with --clip-norm inf, but this run has 1\.0"):
+        found.require({"clip_norm": 1.0}, prefix="--")

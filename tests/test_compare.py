@@ -1,0 +1,218 @@
+"""common.compare: real pairs of runs, right and wrong ones, and the question that it asks of each."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.harness import MNIST, Result, play, run
+from tests.test_exactness import DIVIDES, altered
+from tests.test_first_answer import imported
+
+# Four steps an epoch, the last one of 358 samples. Shares of 4,4,1,1 make averages of ranks wrong.
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 360, "--label-smoothing", 0)
+STEPS = ("--max-steps", 8)
+UNEVEN = ("--shares", "4,4,1,1")
+NOTE = "report.note(step, loss_sum, lr, grad_norm"
+
+
+def compare(*arguments: object) -> Result:
+    return run("python", "-m", "common.compare", *arguments)
+
+
+def said(result: Result) -> str:
+    """The output as one line: the program wraps its lines."""
+    return " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """Eight steps of the trainer on one process."""
+    folder = tmp_path_factory.mktemp("right")
+    play(MNIST, (1,), folder, *FLAGS, *STEPS)
+    return folder
+
+
+def test_layouts_agree(right, tmp_path):
+    play(MNIST, (3, 1), tmp_path, *FLAGS, *STEPS, *UNEVEN)
+    result = compare(right, tmp_path)
+    assert result.code == 0, result.output
+    assert "compared 8 steps, 1 to 8: largest difference" in said(result)
+    assert "tolerance 1.0e-09 compared 2 evaluations" in said(result)
+    assert result.output.endswith("equal     within the tolerance\n")
+
+
+@pytest.mark.parametrize("factor, names", [
+    ("2", "0.5 times (exactly 1/2) A's"),
+    ("worker.world_size", "0.25 times (exactly 1/4, the world size of B) A's"),
+])  # fmt: skip
+def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
+    count = f"count={factor} * plan.global_count(step - 1)"
+    changes = {DIVIDES: f"micro_loss / ({factor} * plan.global_count(step))", f"{NOTE})": f"{NOTE}, {count})"}
+    play(altered(tmp_path / "scale_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "differs from step 1 on" in said(result)
+    assert f"B's loss is {names}, in each of the first 4 steps ask how is the loss scaled?" in said(result)
+
+
+def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_path):
+    changes = {DIVIDES: "micro_loss / max(1, len(part)) / worker.world_size"}
+    play(altered(tmp_path / "mean_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS, *UNEVEN)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "differs from step 2 on" in said(result)
+    assert "about this gradient, because its loss agrees. Are the ranks' means averaged equally" in said(result)
+    assert "layout -n 1 -g 1 -i 0 | -n 2 -g 3,1 -i 0" in said(result)
+
+
+def test_other_first_weights_are_asked_for_by_their_cause(right, tmp_path):
+    changes = {'derive_seed(args.seed, "weights")': 'derive_seed(args.seed, "weights", worker.world_size)'}
+    play(altered(tmp_path / "weights_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "what is different before the first update?" in said(result) and "the initial weights" in said(result)
+
+
+@pytest.mark.parametrize("flags, named", [
+    (("--seed", 1), "--seed"), (("--lr", 0.004), "--lr"), (("--global-batch", 36), "global batch"),
+])  # fmt: skip
+def test_a_setting_that_decides_the_result_is_named_first(flags, named, right, tmp_path):
+    play(MNIST, (1,), tmp_path, *FLAGS, *STEPS, *flags)
+    result = compare(right, tmp_path)
+    assert result.code == 1, result.output
+    assert f"ask first why {named} differ: with other values the result is another one" in said(result)
+
+
+def test_fp32_layouts_agree_within_its_tolerance_and_differ_below_it_as_expected(tmp_path):
+    flags = (*FLAGS, "--precision", "fp32", *STEPS)
+    play(MNIST, (1,), tmp_path / "one", *flags)
+    play(MNIST, (3, 1), tmp_path / "four", *flags)
+    assert compare(tmp_path / "one", tmp_path / "four").code == 0
+    result = compare(tmp_path / "one", tmp_path / "four", "--tolerance", "1e-12")
+    assert result.code == 1, result.output
+    assert "expected of fp32: layouts add the same numbers in another order" in said(result)
+
+
+def test_fp32_that_drifts_slowly_away_is_expected(tmp_path):
+    flags = (*FLAGS, "--precision", "fp32", "--max-steps", 200, "--epochs", 50)
+    play(MNIST, (1,), tmp_path / "one", *flags)
+    play(MNIST, (3, 1), tmp_path / "four", *flags)
+    result = compare(tmp_path / "one", tmp_path / "four")
+    assert result.code == 1, result.output
+    assert "expected of fp32: the difference is at most" in said(result)
+
+
+def test_a_sudden_difference_in_the_middle_is_not_rounding(right, tmp_path):
+    changes = {"loss_sum += micro_loss.detach()": "loss_sum += micro_loss.detach() * (1 + 1e-6 * (step == 2))"}
+    play(altered(tmp_path / "noise_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "differs from step 3 on" in said(result)
+    assert "about what is not in the gradient: the difference is at most 0.0e+00 before step 3" in said(result)
+
+
+def test_a_difference_at_the_first_step_of_an_epoch_is_told(right, tmp_path):
+    changes = {"sampler.set_epoch(epoch,": "sampler.set_epoch(0,"}
+    play(altered(tmp_path / "epoch_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "about the end of an epoch: step 5 is the first of the next one" in said(result)
+
+
+def test_a_run_that_was_resumed_agrees(right, tmp_path):
+    play(MNIST, (1,), tmp_path, *FLAGS, "--max-steps", 3)
+    play(MNIST, (3, 1), tmp_path, *FLAGS, *STEPS, "--resume")
+    result = compare(right, tmp_path)
+    assert result.code == 0, result.output
+    assert "resumed after step 3" in said(result) and "compared 8 steps" in said(result)
+
+
+def test_a_resume_that_loses_the_optimizer_is_told(right, tmp_path):
+    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--max-steps", 3)
+    changes = {", **parts)  # optimizer steps done": ")  # optimizer steps done"}
+    play(altered(tmp_path / "forgets_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS, "--resume")
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "differs from step 5 on" in said(result)
+    assert "what B's resume after step 3 lost" in said(result)
+
+
+@pytest.mark.parametrize("old, new, asked", [
+    ('total["loss"] / count', 'total["loss"] / (count + 1)', "how the ranks' parts of the evaluation are put together"),
+    ('"count": int(count)', '"count": int(count) + 3', "which samples are evaluated: 359 in A, 362 in B"),
+])  # fmt: skip
+def test_an_evaluation_that_differs_alone_is_told(old, new, asked, right, tmp_path):
+    play(altered(tmp_path / "eval_ddp", {old: new}), (1,), tmp_path / "run", *FLAGS, *STEPS)
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1, result.output
+    assert "differs in the evaluation after step 4" in said(result) and asked in said(result)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps({"kind": "train", **row}) + "\n" for row in rows))
+    return path
+
+
+def test_a_metrics_file_alone_is_enough(right, tmp_path):
+    shutil.copy(right / "metrics.jsonl", tmp_path / "other.jsonl")
+    result = compare(right / "metrics.jsonl", tmp_path / "other.jsonl")
+    assert result.code == 0, result.output
+    assert "8 steps, no run.json" in said(result)
+
+
+def test_the_last_row_of_a_step_counts(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"step": 1, "loss": 2.0})
+    second = write(tmp_path / "b.jsonl", {"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0})
+    assert compare(first, second).code == 0
+
+
+def test_a_loss_that_is_not_finite_differs_from_one_that_is(tmp_path):
+    first = write(tmp_path / "a.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0})
+    second = write(tmp_path / "b.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": None})
+    result = compare(first, second)
+    assert result.code == 1, result.output
+    assert "largest difference inf at step 2" in said(result)
+
+
+def test_runs_without_their_first_steps_are_not_judged_by_them(tmp_path):
+    first, second = (write(tmp_path / f"{loss}.jsonl", {"step": 50, "loss": loss}) for loss in (2.0, 1.0))
+    assert "are the steps before 50 not in both?" in said(compare(first, second))
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "there is no such file or folder: name the --out-dir of a run"),
+    ("", "has no losses of training steps"),
+    ("{\n", "line 1 is not JSON"),
+    ("3\n", "line 1 is not an object"),
+    ('{"kind": "eval", "step": 1, "loss": 2.0}\n', "has no losses of training steps"),
+    ('{"kind": "train", "step": 7, "loss": 2.0}\n', "no step in common"),
+    (b"\xff\xfe\n", "is not text"),
+])  # fmt: skip
+def test_a_mistake_is_answered_in_one_line_with_code_2(text, message, tmp_path):
+    first = write(tmp_path / "a.jsonl", {"step": 1, "loss": 2.0})
+    second = tmp_path / "b.jsonl"
+    if text is not None:
+        second.write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = compare(first, second)
+    assert result.code == 2, result.output
+    assert message in result.output and len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["{", '{"starts": [3]}', '{"starts": [{"flags": {}}]}', "[]"])
+def test_a_run_json_of_something_else_is_named(text, tmp_path):
+    metrics = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
+    (tmp_path / "run.json").write_text(text)
+    result = compare(metrics, metrics)
+    assert result.code == 2, result.output
+    assert "run.json is not what a run writes" in result.output
+
+
+def test_it_imports_nothing_heavy(tmp_path):
+    metrics = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
+    result = run("python", "-X", "importtime", "-m", "common.compare", metrics, metrics)
+    assert result.code == 0, result.output
+    assert not imported(result.output) & {"torch", "numpy", "matplotlib"}
