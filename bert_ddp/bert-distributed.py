@@ -18,7 +18,7 @@ if not __package__:  # started by its path: runs from any folder, without being 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bert_ddp.text.flags import PATHS, SETTINGS, add_corpus_flags
-from common.launch import cli, start
+from common.launch import cli, start, values
 
 
 def flags() -> ArgumentParser:
@@ -26,24 +26,24 @@ def flags() -> ArgumentParser:
     cli.add_batch_flags(parser, global_batch=256)
     training = cli.add_training_flags(parser, epochs=40, lr=1e-4, decayed="matrices")
     cli.add_warmup_flag(training, default="0")
-    training.add_argument("--decay-power", type=cli.positive_float, default=1.0, metavar="X", help="1: linear to 0")
+    training.add_argument("--decay-power", type=values.positive_float, default=1.0, metavar="X", help="1: linear to 0")
     training.add_argument(
-        "--mask-probability", type=cli.probability, default=0.15, metavar="P", help="part of the tokens to mask"
+        "--mask-probability", type=values.probability, default=0.15, metavar="P", help="part of the tokens to mask"
     )
     training.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
     training.add_argument(
-        "--eval-every", type=cli.positive_int, metavar="S", help="steps between evaluations (each epoch)"
+        "--eval-every", type=values.positive_int, metavar="S", help="steps between evaluations (each epoch)"
     )
     training.add_argument("--checkpoint-activations", action="store_true", help="recompute activations to save memory")
     model = parser.add_argument_group("model")
     names = ("tiny", "mini", "small", "base", "large")
     model.add_argument("--preset", choices=names, default="base", help="sizes of Google's BERT models")
     model.add_argument("--config-file", type=Path, metavar="JSON", help="a bert_config.json instead of --preset")
-    model.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the config's 0.1")
+    model.add_argument("--dropout", type=values.probability, metavar="P", help="instead of the config's 0.1")
     model.add_argument("--init-from", metavar="MODEL", help="folder, run or hub name to begin from, as phase 2 does")
     data_flags = add_corpus_flags(parser)
     data_flags.add_argument(
-        "--data-workers", type=cli.natural_int, default=0, metavar="N", help="processes that make batches"
+        "--data-workers", type=values.natural_int, default=0, metavar="N", help="processes that make batches"
     )
     cli.add_output_flags(parser)
     cli.may_differ(parser, *PATHS, "data_workers", "init_from", "config_file")  # between nodes

@@ -18,7 +18,7 @@ if not __package__:  # started by its path: runs from any folder, without being 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
-from common.launch import cli, start
+from common.launch import cli, start, values
 from common.launch.layout import Layout
 
 ROLES = ("train", "dev", "test")
@@ -29,11 +29,11 @@ def flags() -> ArgumentParser:
     cli.add_batch_flags(parser, global_batch=32)
     training = cli.add_training_flags(parser, epochs=3, lr=5e-5, decayed="matrices")
     cli.add_warmup_flag(training, default="10%")
-    training.add_argument("--dropout", type=cli.probability, metavar="P", help="instead of the model's own")
+    training.add_argument("--dropout", type=values.probability, metavar="P", help="instead of the model's own")
     task = parser.add_argument_group("task, model and data (SOURCE: a file, or hf:NAME or hf:NAME,CONFIG)")
     task.add_argument("--task", choices=("ner", "classify"), required=True, help="tag entities, or classify texts")
     task.add_argument("--model", required=True, metavar="MODEL", help="folder, run or hub name to begin from")
-    task.add_argument("--max-length", type=cli.positive_int, metavar="L", help="most tokens in a row (128)")
+    task.add_argument("--max-length", type=values.positive_int, metavar="L", help="most tokens in a row (128)")
     task.add_argument("--data", metavar="SOURCE", help="a folder with train, dev and test files, or hf:NAME")
     for role in ROLES:
         task.add_argument(f"--{role}", metavar="SOURCE", help=f"{role} data, if not those of --data")

@@ -17,7 +17,7 @@ if not __package__:  # started by its path: runs from any folder, without being 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import UserError
-from common.launch import cli, start
+from common.launch import cli, start, values
 from common.launch.layout import Layout
 
 
@@ -28,10 +28,12 @@ def flags() -> ArgumentParser:
     task.add_argument("--task", choices=names, required=True, help="what to answer")
     task.add_argument("--model", required=True, metavar="MODEL", help="folder, run or hub name")
     task.add_argument(
-        "--max-length", type=cli.positive_int, metavar="L", help="most tokens in a row (the model's most)"
+        "--max-length", type=values.positive_int, metavar="L", help="most tokens in a row (the model's most)"
     )
-    task.add_argument("--top-k", type=cli.positive_int, default=5, metavar="K", help="words for each [MASK]")
-    task.add_argument("--batch", type=cli.positive_int, default=32, metavar="B", help="rows in one forward on a rank")
+    task.add_argument("--top-k", type=values.positive_int, default=5, metavar="K", help="words for each [MASK]")
+    task.add_argument(
+        "--batch", type=values.positive_int, default=32, metavar="B", help="rows in one forward on a rank"
+    )
     task.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the forward pass")
     files = parser.add_argument_group("files")
     files.add_argument("--input", type=Path, required=True, metavar="FILE", help="lines of text, on every node")
@@ -42,7 +44,7 @@ def flags() -> ArgumentParser:
         metavar="DIR",
         help="folder that all nodes share, for the parts (else sent over the network)",
     )
-    files.add_argument("--chunk", type=cli.positive_int, default=256, metavar="N", help="lines a rank takes at once")
+    files.add_argument("--chunk", type=values.positive_int, default=256, metavar="N", help="lines a rank takes at once")
     cli.may_differ(parser, "model", "input", "output", "shared_dir")  # between nodes
     return parser
 

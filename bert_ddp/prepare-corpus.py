@@ -18,7 +18,7 @@ if not __package__:  # started by its path: runs from any folder, without being 
 
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import ExplainedError
-from common.launch import cli
+from common.launch import cli, values
 
 
 def flags() -> ArgumentParser:
@@ -28,16 +28,16 @@ def flags() -> ArgumentParser:
     group.add_argument("--hdf5-dir", type=Path, metavar="DIR", help="write shards and their vocabulary here")
     group.add_argument(
         "--rows-per-shard",
-        type=cli.positive_int,
+        type=values.positive_int,
         default=100_000,
         metavar="N",
         help="at most; a shard is built in memory",
     )
     group.add_argument(
-        "--mask-probability", type=cli.probability, default=0.15, metavar="P", help="part of the tokens to mask"
+        "--mask-probability", type=values.probability, default=0.15, metavar="P", help="part of the tokens to mask"
     )
     group.add_argument("--whole-words", action="store_true", help="mask all tokens of a word together")
-    group.add_argument("--seed", type=cli.natural_int, default=0, help="of the masks")
+    group.add_argument("--seed", type=values.natural_int, default=0, help="of the masks")
     return parser
 
 

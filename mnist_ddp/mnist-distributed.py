@@ -17,15 +17,17 @@ from pathlib import Path
 if not __package__:  # started by its path: runs from any folder, without being installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.launch import cli, start
+from common.launch import cli, start, values
 
 
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
     training = cli.add_training_flags(parser, epochs=3, lr=8e-3)
-    training.add_argument("--label-smoothing", type=cli.probability, default=0.05, help="in training")
-    training.add_argument("--target-accuracy", type=cli.percent, metavar="P", help="stop at this test accuracy, in %%")
+    training.add_argument("--label-smoothing", type=values.probability, default=0.05, help="in training")
+    training.add_argument(
+        "--target-accuracy", type=values.percent, metavar="P", help="stop at this test accuracy, in %%"
+    )
     data_flags = parser.add_argument_group("data")
     names = ("mnist", "fashion-mnist", "kmnist", "digits")
     data_flags.add_argument("--dataset", choices=names, default="mnist", help="digits needs no download")

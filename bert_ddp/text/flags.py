@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bert_ddp.text.sources import PYTHON_DOCS
-from common.launch import cli
+from common.launch import values
 
 OBJECTIVES = ("mlm", "mlm+nsp")
 # The rows have a fingerprint, so two groups of flags need no comparison of their own:
@@ -47,10 +47,12 @@ def add_corpus_flags(parser: ArgumentParser) -> _ArgumentGroup:
     group.add_argument("--held-out-corpus", nargs="+", metavar="NAME", help="evaluate on these instead of --held-out")
     group.add_argument("--held-out", type=_fraction, default=0.05, metavar="P", help="part of the documents held out")
     group.add_argument("--vocab", metavar="NAME", help="vocab.txt, tokenizer folder or hub name; trained if left out")
-    group.add_argument("--vocab-size", type=cli.positive_int, default=8192, metavar="V", help="of a trained vocabulary")
+    group.add_argument(
+        "--vocab-size", type=values.positive_int, default=8192, metavar="V", help="of a trained vocabulary"
+    )
     group.add_argument("--cased", action="store_true", help="distinguish upper and lower case")
     group.add_argument(
-        "--sequence-length", type=cli.positive_int, metavar="L", help="tokens in a row (128; that of the shards)"
+        "--sequence-length", type=values.positive_int, metavar="L", help="tokens in a row (128; that of the shards)"
     )
     group.add_argument("--objective", choices=OBJECTIVES, default="mlm", help="mlm+nsp: also next sentence prediction")
     group.add_argument(
@@ -64,7 +66,7 @@ def add_corpus_flags(parser: ArgumentParser) -> _ArgumentGroup:
 
 
 def _fraction(text: str) -> float:
-    value = cli.probability(text)
+    value = values.probability(text)
     if not 0 < value < 1:
         raise ArgumentTypeError(f"{text!r} is not allowed: give a number above 0 and below 1")
     return value

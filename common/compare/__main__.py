@@ -21,7 +21,7 @@ from common.compare.differences import Comparison, compare, default_tolerance
 from common.compare.run import Run, read_run
 from common.console import say
 from common.errors import ExplainedError
-from common.launch import cli
+from common.launch import cli, values
 from common.launch.reading import count
 
 
@@ -31,7 +31,7 @@ def flags() -> ArgumentParser:
     parser.add_argument("b", metavar="B", type=Path, help="another one")
     parser.add_argument(
         "--tolerance",
-        type=cli.non_negative_float,
+        type=values.non_negative_float,
         metavar="X",
         help="largest difference that counts as equal (1e-9 for fp64, 1e-5 for fp32, 1e-2 for bf16 and fp16)",
     )

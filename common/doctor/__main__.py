@@ -17,7 +17,7 @@ from pathlib import Path
 if not __package__:  # launchers may start this file by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.launch import cli, start
+from common.launch import cli, start, values
 
 
 def flags() -> ArgumentParser:
@@ -26,7 +26,7 @@ def flags() -> ArgumentParser:
     group.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     group.add_argument(
         "--min-rate",
-        type=cli.positive_float,
+        type=values.positive_float,
         default=500.0,
         metavar="MBIT",
         help="lowest rate of a link in Mbit/s that is not an error",

@@ -11,14 +11,14 @@ So a new flag is compared everywhere until its author says that it need not be.
 
 import argparse
 import math
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.launch import values
 from common.launch.layout import Layout
-from common.launch.options import JoinOptions, LayoutFlags, RunOptions, SaveEvery
+from common.launch.options import JoinOptions, LayoutFlags, RunOptions
 
 JOIN_TIMEOUT_SECONDS = 300.0
 # may differ between the nodes of one job
@@ -35,7 +35,6 @@ MAY_CHANGE = {
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "eval_batch", "max_steps", "precision", "compile"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
 }
-SECONDS = {"m": 60.0, "h": 3600.0}  # of the units of --save-every
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
 
@@ -71,25 +70,33 @@ def may_change(parser: argparse.ArgumentParser, *names: str) -> None:
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout: which processes, where (leave out under torchrun)")
-    group.add_argument("-n", "--nodes", type=positive_int, metavar="N", help="number of nodes")
-    group.add_argument("-g", "--gpus", type=gpus_per_node, metavar="A,B,...", help="GPUs of each node, such as 8,2")
-    group.add_argument("-i", "--node-rank", type=natural_int, metavar="K", help="this node's number; 0 is the master")
+    group.add_argument("-n", "--nodes", type=values.positive_int, metavar="N", help="number of nodes")
+    group.add_argument(
+        "-g", "--gpus", type=values.gpus_per_node, metavar="A,B,...", help="GPUs of each node, such as 8,2"
+    )
+    group.add_argument(
+        "-i", "--node-rank", type=values.natural_int, metavar="K", help="this node's number; 0 is the master"
+    )
     group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
-    group.add_argument("--master-port", type=port, metavar="PORT", help="port of node 0 (29500)")
+    group.add_argument("--master-port", type=values.port, metavar="PORT", help="port of node 0 (29500)")
     group.add_argument("--interface", metavar="NAME", help="network interface; found automatically when left out")
     group.add_argument(
-        "--join-timeout", type=positive_float, default=JOIN_TIMEOUT_SECONDS, metavar="S", help="wait for missing nodes"
+        "--join-timeout",
+        type=values.positive_float,
+        default=JOIN_TIMEOUT_SECONDS,
+        metavar="S",
+        help="wait for missing nodes",
     )
     group.add_argument(
         "--timeout",
-        type=positive_float,
+        type=values.positive_float,
         default=600.0,
         metavar="S",
         help="limit of a collective, and of a rank that is stopped or has no heartbeat",
     )
     group.add_argument(
         "--work-timeout",
-        type=positive_float,
+        type=values.positive_float,
         default=7200.0,
         metavar="S",
         help="limit of one rank's own work, such as a download, that the others wait for",
@@ -111,24 +118,35 @@ def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://"
     )
-    group.add_argument("--distributed-world-size", type=positive_int, metavar="W", help="processes of all nodes")
-    group.add_argument("--distributed-gpus", type=positive_int, metavar="G", help="processes to start here")
-    group.add_argument("--distributed-rank", type=natural_int, metavar="R", help="rank of the first process here")
+    group.add_argument("--distributed-world-size", type=values.positive_int, metavar="W", help="processes of all nodes")
+    group.add_argument("--distributed-gpus", type=values.positive_int, metavar="G", help="processes to start here")
+    group.add_argument(
+        "--distributed-rank", type=values.natural_int, metavar="R", help="rank of the first process here"
+    )
     group.add_argument("--distributed-no-spawn", action="store_true", help="this process is the one of that rank")
     group.add_argument(
-        *("--device-id", "--local-rank", "--local_rank"), type=natural_int, metavar="D", help="GPU of this one process"
+        *("--device-id", "--local-rank", "--local_rank"),
+        type=values.natural_int,
+        metavar="D",
+        help="GPU of this one process",
     )
 
 
 def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     group = parser.add_argument_group("batches (samples per optimizer step; the result does not depend on the layout)")
     size = group.add_mutually_exclusive_group()
-    size.add_argument("--global-batch", type=positive_int, default=global_batch, metavar="B", help="over all ranks")
-    size.add_argument("--batch-per-gpu", type=positive_int, metavar="B", help="instead: global batch = B x ranks")
-    group.add_argument("--micro-batch", type=positive_int, metavar="B", help="most samples in one forward on a rank")
-    group.add_argument("--shares", type=shares, metavar="A,B,...", help="each rank's weight in the global batch")
+    size.add_argument(
+        "--global-batch", type=values.positive_int, default=global_batch, metavar="B", help="over all ranks"
+    )
+    size.add_argument(
+        "--batch-per-gpu", type=values.positive_int, metavar="B", help="instead: global batch = B x ranks"
+    )
     group.add_argument(
-        "--eval-batch", type=positive_int, default=1000, metavar="B", help="samples a rank evaluates at once"
+        "--micro-batch", type=values.positive_int, metavar="B", help="most samples in one forward on a rank"
+    )
+    group.add_argument("--shares", type=values.shares, metavar="A,B,...", help="each rank's weight in the global batch")
+    group.add_argument(
+        "--eval-batch", type=values.positive_int, default=1000, metavar="B", help="samples a rank evaluates at once"
     )
 
 
@@ -137,14 +155,14 @@ def add_training_flags(
 ) -> argparse._ArgumentGroup:
     """`decayed` says which weights the trainer's optimizer decays."""
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the training data")
-    group.add_argument("--max-steps", type=positive_int, metavar="S", help="stop after so many optimizer steps")
-    group.add_argument("--lr", type=positive_float, default=lr, help="peak learning rate")
-    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help=f"AdamW's, on {decayed}")
+    group.add_argument("--epochs", type=values.positive_int, default=epochs, help="passes over the training data")
+    group.add_argument("--max-steps", type=values.positive_int, metavar="S", help="stop after so many optimizer steps")
+    group.add_argument("--lr", type=values.positive_float, default=lr, help="peak learning rate")
+    group.add_argument("--weight-decay", type=values.non_negative_float, default=0.01, help=f"AdamW's, on {decayed}")
     group.add_argument(
-        "--clip-norm", type=positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
+        "--clip-norm", type=values.positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
     )
-    group.add_argument("--seed", type=natural_int, default=0, help="of weights, order, masks and dropout")
+    group.add_argument("--seed", type=values.natural_int, default=0, help="of weights, order, masks and dropout")
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs"
     )
@@ -155,7 +173,7 @@ def add_training_flags(
 def add_warmup_flag(group: argparse._ArgumentGroup, default: str) -> None:
     """Its value is for `steps_of`."""
     help = "steps until the peak of --lr; or a part of all, as in 10%%"
-    group.add_argument("--warmup-steps", type=steps_or_percent, default=default, metavar="S", help=help)
+    group.add_argument("--warmup-steps", type=values.steps_or_percent, default=default, metavar="S", help=help)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -168,15 +186,15 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--save-every",
-        type=save_every,
+        type=values.save_every,
         default="15m",
         metavar="500|10m|1h",
         help="steps, minutes or hours between checkpoints; each epoch's end has one too",
     )
-    group.add_argument("--keep", type=positive_int, default=3, metavar="K", help="checkpoints to keep")
+    group.add_argument("--keep", type=values.positive_int, default=3, metavar="K", help="checkpoints to keep")
     group.add_argument("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
     group.add_argument(
-        "--log-every", type=positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
+        "--log-every", type=values.positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
     )
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
 
@@ -261,90 +279,3 @@ def plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, int | float | str | bool | None) else str(value)
-
-
-# --- types: each says what is allowed ----------------------------------------------------------------------------
-
-
-def _number(kind: type, text: str, allowed: str, condition: Callable[[Any], bool]) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not condition(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give {allowed}")
-    return value
-
-
-def positive_int(text: str) -> int:
-    return _number(int, text, "a whole number of 1 or more", lambda value: value >= 1)
-
-
-def natural_int(text: str) -> int:
-    return _number(int, text, "a whole number of 0 or more", lambda value: value >= 0)
-
-
-def port(text: str) -> int:
-    return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
-
-
-def positive_float(text: str) -> float:
-    return _number(float, text, "a number above 0", lambda value: value > 0)
-
-
-def non_negative_float(text: str) -> float:
-    return _number(float, text, "a number of 0 or more", lambda value: value >= 0)
-
-
-def probability(text: str) -> float:
-    return _number(float, text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
-def percent(text: str) -> float:
-    """A percentage as a fraction: 99 -> 0.99."""
-    return _number(float, text, "a percentage above 0 and up to 100, such as 99", lambda value: 0 < value <= 100) / 100
-
-
-def save_every(text: str) -> SaveEvery:
-    """Steps, minutes or hours: 500, 10m, 1h."""
-    unit = SECONDS.get(text[-1:])
-    try:
-        amount = float(text[:-1]) if unit else int(text)
-    except ValueError:
-        amount = 0
-    if not 0 < amount < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: give a number of steps, minutes or hours above 0, such as 500, 10m or 1h"
-        )
-    return SaveEvery(text, seconds=amount * unit) if unit else SaveEvery(text, steps=int(amount))
-
-
-def steps_or_percent(text: str) -> int | float:
-    """A number of steps as an int, or a part of all steps as a float: 500 -> 500, 10% -> 0.1. See `steps_of`."""
-    if text.isdecimal():
-        return int(text)
-    allowed = "steps, such as 500, or a part of all, such as 10%"
-    is_part = text.endswith("%")
-    return _number(lambda part: float(part.removesuffix("%")) / 100, text, allowed, lambda x: is_part and 0 <= x <= 1)
-
-
-def gpus_per_node(text: str) -> tuple[int, ...]:
-    try:
-        gpus = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        gpus = ()
-    if not gpus or min(gpus) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: name the GPUs of each node, 1 or more, such as 8,2")
-    return gpus
-
-
-def shares(text: str) -> tuple[float, ...]:
-    try:
-        weights = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        weights = ()
-    if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: name a weight of 0 or more for each rank, such as 4,4,1"
-        )
-    return weights

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import RunError, UserError
+from common.record.trackers import Trackers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -24,18 +25,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """The metrics.jsonl of a run, open for appending; with `tensorboard`, also TensorBoard's files."""
+    """The metrics.jsonl of a run, open for appending. Each row is handed to the run's trackers too."""
 
-    def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, tensorboard: bool):
+    def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, trackers: Trackers):
         """Drops rows after `first_step`: a resumed run does those steps again. Raises OSError."""
-        self.path, self.steps_per_epoch = folder / "metrics.jsonl", steps_per_epoch
+        self.path, self.steps_per_epoch, self.trackers = folder / "metrics.jsonl", steps_per_epoch, trackers
         self.rows_before = self._drop_rows_after(first_step)
         self.file = self.path.open("a")
-        self.board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
 
     def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
         if not self.path.exists():
@@ -51,21 +47,18 @@ class Metrics:
 
         Raises RunError when the disk is full.
         """
-        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        numbers = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        row = {name: _finite(value) for name, value in numbers.items()}
         try:
-            self.file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
+            self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         except OSError as error:
             raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are intact") from error
-        if self.board is not None:
-            for name, value in numbers.items():
-                if isinstance(value, int | float):
-                    self.board.add_scalar(f"{kind}/{name}", value, step)
+        self.trackers(row)
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        self.trackers.close()
 
 
 def _finite(value: Any) -> Any:

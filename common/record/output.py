@@ -1,7 +1,7 @@
 """What rank 0 prints and writes about a run: the header, metrics.jsonl, run.json, the summary, curves.png."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from common.record.metrics import Metrics
 from common.record.plots import plot_curves
 from common.record.steps import Done
 from common.record.terminal import Terminal
+from common.record.trackers import TensorBoard, Tracker, Trackers
 from common.uneven.batching import BatchPlan
 
 # of a step's time: its name in "ranks" rows -> in the summary
@@ -35,6 +36,7 @@ class Output:
         first_step: int,
         total_steps: int,
         facts: Mapping[str, object],
+        trackers: Iterable[Tracker],
     ):
         """Open the files and print the header. Raises RunError where `folder` cannot be written."""
         self.plan, self.options, self.folder = plan, options, folder
@@ -43,7 +45,8 @@ class Output:
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
         layout = group.worker.layout
         try:
-            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, options.tensorboard)
+            board = [TensorBoard(folder / "tensorboard", first_step)] if options.tensorboard else []
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers([*trackers, *board]))
             run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
@@ -88,6 +91,7 @@ class Output:
         """
         self.terminal.close()
         if self.last_step == self.first_step:
+            self.metrics.close()
             say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
             return
         seconds = clock.seconds_here

@@ -5,7 +5,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from common.record import wording
 from common.record.clock import Clock
 from common.record.output import Output
 from common.record.steps import Done, Noted, gather_steps
+from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
 from common.uneven.timer import StepTimer
 
@@ -29,8 +30,16 @@ MOST_STEPS_NOTED = 100  # between two exchanges
 class Report:
     """The report of one run. Every rank makes one and calls the same methods; rank 0 prints and writes."""
 
-    def __init__(self, group: Group, plan: BatchPlan, timer: StepTimer, options: RunOptions):
+    def __init__(
+        self,
+        group: Group,
+        plan: BatchPlan,
+        timer: StepTimer,
+        options: RunOptions,
+        trackers: Iterable[Tracker] = (),  # each gets every row of metrics.jsonl, on rank 0 only (trackers.py)
+    ):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
+        self.trackers = trackers
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
@@ -47,7 +56,7 @@ class Report:
         known: list[Any] = [(0.0, {})]
         with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
             if self.group.worker.is_main:
-                where = (folder, first_step, total_steps, facts)
+                where = (folder, first_step, total_steps, facts, self.trackers)
                 self.output = Output(self.group, self.plan, self.options, *where)
                 known = [self.output.so_far()]
         dist.broadcast_object_list(known, src=0)

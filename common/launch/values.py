@@ -1,0 +1,94 @@
+"""The values of flags: each type says what is allowed."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+
+from common.launch.options import SaveEvery
+
+SECONDS = {"m": 60.0, "h": 3600.0}  # of the units of --save-every
+
+
+def _number(kind: Callable[[str], Any], text: str, allowed: str, condition: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not condition(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give {allowed}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    return _number(int, text, "a whole number of 1 or more", lambda value: value >= 1)
+
+
+def natural_int(text: str) -> int:
+    return _number(int, text, "a whole number of 0 or more", lambda value: value >= 0)
+
+
+def port(text: str) -> int:
+    return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
+
+
+def positive_float(text: str) -> float:
+    return _number(float, text, "a number above 0", lambda value: value > 0)
+
+
+def non_negative_float(text: str) -> float:
+    return _number(float, text, "a number of 0 or more", lambda value: value >= 0)
+
+
+def probability(text: str) -> float:
+    return _number(float, text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def percent(text: str) -> float:
+    """A percentage as a fraction: 99 -> 0.99."""
+    return _number(float, text, "a percentage above 0 and up to 100, such as 99", lambda value: 0 < value <= 100) / 100
+
+
+def save_every(text: str) -> SaveEvery:
+    """Steps, minutes or hours: 500, 10m, 1h."""
+    unit = SECONDS.get(text[-1:])
+    try:
+        amount = float(text[:-1]) if unit else int(text)
+    except ValueError:
+        amount = 0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give a number of steps, minutes or hours above 0, such as 500, 10m or 1h"
+        )
+    return SaveEvery(text, seconds=amount * unit) if unit else SaveEvery(text, steps=int(amount))
+
+
+def steps_or_percent(text: str) -> int | float:
+    """A number of steps as an int, or a part of all steps as a float: 500 -> 500, 10% -> 0.1. See `steps_of`."""
+    if text.isdecimal():
+        return int(text)
+    allowed = "steps, such as 500, or a part of all, such as 10%"
+    is_part = text.endswith("%")
+    return _number(lambda part: float(part.removesuffix("%")) / 100, text, allowed, lambda x: is_part and 0 <= x <= 1)
+
+
+def gpus_per_node(text: str) -> tuple[int, ...]:
+    try:
+        gpus = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        gpus = ()
+    if not gpus or min(gpus) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: name the GPUs of each node, 1 or more, such as 8,2")
+    return gpus
+
+
+def shares(text: str) -> tuple[float, ...]:
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: name a weight of 0 or more for each rank, such as 4,4,1"
+        )
+    return weights
