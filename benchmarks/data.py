@@ -23,7 +23,7 @@ WNUT17 = {
 
 
 def require_mnist(folder: Path) -> None:
-    """Download MNIST into `folder`, as the trainer does, unless it is there. Ends the program where that fails."""
+    """Download MNIST into `folder`, as the trainer does, unless it is there. Ends the program if that fails."""
     try:
         data.load("mnist", folder, torch.float32)
     except UserError as error:
@@ -33,7 +33,7 @@ def require_mnist(folder: Path) -> None:
 
 
 def require_wnut17(folder: Path) -> Path:
-    """The folder `folder/wnut17`, downloaded unless it is there. Ends the program where it cannot be had."""
+    """The folder `folder/wnut17`, downloaded unless it is there. Ends the program if that fails."""
     texts = folder / "wnut17"
     try:
         download(WNUT17_URL, WNUT17, texts)
