@@ -98,7 +98,9 @@ def _last_words(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT):
         return f"error: lost contact with another rank: {reason}. See the logs of the other ranks and nodes."
     if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
-        return f"error: {reason.rstrip(' .')}: ended from outside, or with its fork server (out of memory? see `dmesg`)"
+        return (
+            f"error: {reason.rstrip(' .')} (a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`)"
+        )
     return "".join(traceback.format_exception(error)).rstrip()
 
 
