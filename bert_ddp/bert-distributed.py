@@ -43,7 +43,11 @@ def flags() -> ArgumentParser:
     model.add_argument("--init-from", metavar="MODEL", help="folder, run or hub name to begin from, as phase 2 does")
     data_flags = add_corpus_flags(parser)
     data_flags.add_argument(
-        "--data-workers", type=values.natural_int, default=0, metavar="N", help="processes that make batches"
+        "--data-workers",
+        type=values.natural_int,
+        default=0,
+        metavar="N",
+        help="processes of each rank that make batches, N for training and N for evaluation; 0: the rank makes them",
     )
     cli.add_output_flags(parser)
     cli.may_differ(parser, *PATHS, "data_workers", "init_from", "config_file")  # between nodes

@@ -69,11 +69,14 @@ def started(folder, ranks):
 
 
 def left(folder, ranks, seconds=15):
-    """The processes of all ranks that have not ended within `seconds`."""
+    """The processes of all ranks that have not ended within `seconds`; they are killed now."""
     every = {pid for processes in started(folder, ranks) for pid in processes}
     found = [psutil.Process(pid) for pid in every if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(found, timeout=seconds)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    return alive
 
 
 def play(folder, ranks, *trainer_of):
@@ -89,8 +92,7 @@ def endless(request, tmp_path):
     for process in node.processes:
         if process.is_alive():
             kill(process.pid)
-    for process in left(tmp_path, 2, seconds=0):
-        process.kill()
+    left(tmp_path, 2, seconds=0)
 
 
 every_loader = pytest.mark.parametrize("endless", LOADERS, indirect=True)

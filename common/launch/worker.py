@@ -78,8 +78,8 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return error.exit_code
     reason = str(error).strip().partition("\n")[0].rstrip(" .")
     if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
-        cause = "ended from outside, or with its fork server (out of memory? see `dmesg`)"
-        say(f"error: {reason}: {cause}", worker.rank, error=True)
+        cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"
+        say(f"error: {reason} ({cause})", worker.rank, error=True)
     else:
         say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
