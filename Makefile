@@ -14,7 +14,7 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
-.venv: requirements.txt requirements-trainers.txt
+.venv: requirements.txt .ci/tools.txt
 	@PYTHON=$(PYTHON) bash .ci/make-venv
 
 demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.harness import ROOT, run
 
-SOURCES = (".ci", "common", "mnist_ddp", "bert_ddp", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (".ci", "common", "mnist_ddp", "bert_ddp", "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
 PACKAGES = {metadata.distribution(name).locate_file("") for name in ("pip", "setuptools", "torch")}
 OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")
 
@@ -16,7 +16,7 @@ OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation")
 def copy_of_the_checkout(folder: Path) -> Path:
     """The files of this checkout that an installation needs, in `folder`."""
     folder.mkdir(parents=True)
-    for path in [*(ROOT / name for name in SOURCES), *ROOT.glob("requirements*.txt")]:
+    for path in [ROOT / name for name in SOURCES]:
         if path.is_dir():
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:

@@ -16,7 +16,7 @@ def make_venv(checkout, **environ):
 
 def kept_packages(checkout, folder):
     """A folder for UNEVEN_VENVS that has the environment for this checkout already. Returns that environment."""
-    requirements = b"".join(path.read_bytes() for path in sorted(checkout.glob("requirements*.txt")))
+    requirements = b"".join((checkout / name).read_bytes() for name in ("requirements.txt", ".ci/tools.txt"))
     key = hashlib.sha256(run("python", "--version").output.encode() + requirements).hexdigest()[:16]
     binaries = make_environment(folder / key)
     own = site_packages(binaries.parent)
