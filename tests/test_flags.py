@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from common.launch import cli
+from common.launch import cli, values
 from tests.harness import BERT, FINETUNE, MNIST
 
 # What a checkpoint compares. A new flag must be added here, or be named by cli.may_change or cli.may_differ.
@@ -66,4 +66,4 @@ def test_the_warm_up_is_given_in_steps_or_as_a_part_of_all_steps(script, given, 
 @pytest.mark.parametrize("given", ["0.1", "-1", "101%", "-1%", "%", "10%%", "nan%", "ten"])
 def test_any_other_warm_up_is_refused(given):
     with pytest.raises(argparse.ArgumentTypeError, match="give steps, such as 500, or a part of all, such as 10%"):
-        cli.steps_or_percent(given)
+        values.steps_or_percent(given)

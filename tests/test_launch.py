@@ -151,8 +151,8 @@ LOADING = """
 
 
 @pytest.mark.parametrize("victim, code, said", [
-    ("loader", 1, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
-    ("forkserver", 1, r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"),
+    ("loader", 1, r"error: (a )?DataLoader worker .*(exited unexpectedly|is killed by signal)"),
+    ("forkserver", 1, r"error: (a )?DataLoader worker .*(exited unexpectedly|is killed by signal)"),
     ("resource_tracker", 0, ""),
 ])  # fmt: skip
 def test_a_helper_process_that_is_killed_ends_its_node_or_is_not_needed(victim, code, said, tmp_path):

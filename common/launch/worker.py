@@ -61,7 +61,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     except (ExplainedError, KeyboardInterrupt) as error:
         _end_after_failure(_explain(worker, error), error, alone)
     except Exception as error:
-        if alone and not LOST_LOADER.match(str(error)):
+        if alone and not _lost_loader(error):
             raise  # Python prints the traceback, and a debugger may look at it
         _end_after_failure(_explain(worker, error), error, alone)
     flush()
@@ -76,13 +76,23 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"error: {error}", worker.rank, error=True)
         return error.exit_code
-    reason = str(error).strip().partition("\n")[0].rstrip(" .")
-    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
+    if reason := _lost_loader(error):
         cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"
         say(f"error: {reason} ({cause})", worker.rank, error=True)
     else:
         say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
+
+
+def _lost_loader(error: BaseException) -> str:
+    """What a DataLoader says of a process of its that was killed; empty for any other error."""
+    reason = str(error).strip().partition("\n")[0].rstrip(" .")
+    if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
+        return reason
+    # The loader asks which of its processes have ended, and does not see one that has ended only just now.
+    was_receiving = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
+    lost_contact = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+    return "a DataLoader worker exited unexpectedly" if was_receiving and lost_contact else ""
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
