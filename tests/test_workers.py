@@ -137,6 +137,7 @@ def test_another_program_that_a_dead_rank_has_started_goes_on(tmp_path):
         if not worker.is_main:
             (FOLDER / "pid").write_text(str(subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL).pid))
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
     """
     (result,) = playing(write_trainer(tmp_path, body), [Node(["-g", 2, "--device", "cpu"])], tmp_path).results()
     assert "rank 1 was ended by SIGKILL" in result.output
