@@ -74,7 +74,7 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(f"error: {error}", worker.rank, error=True)
+            say(f"error: {_message(error)}", worker.rank, error=True)
         return error.exit_code
     reason = str(error).strip().partition("\n")[0].rstrip(" .")
     if isinstance(error, RuntimeError) and LOST_LOADER.match(reason):
@@ -83,6 +83,12 @@ def _explain(worker: Worker, error: BaseException) -> int:
     else:
         say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
+
+
+def _message(error: ExplainedError) -> str:
+    """Its message; without the traceback that torch adds to an error of a loader's process."""
+    text = str(error).strip()
+    return text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:
