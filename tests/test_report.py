@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from common.record import wording
 from tests.harness import MNIST, play, rows
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--epochs", 3, "--save-every", 5)  # 10 steps an epoch
@@ -50,3 +51,8 @@ def test_run_json_names_the_process_of_each_rank(tmp_path):
     (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [rank["rank"] for rank in start["ranks"]] == [0, 1, 2]
     assert len({rank["pid"] for rank in start["ranks"]}) == 3 and all(rank["host"] for rank in start["ranks"])
+
+
+def test_measures_of_one_kind_are_printed_alike_whatever_comes_before_their_kind():
+    found = wording.measures({"accuracy": 0.126, "top3_accuracy": 0.335, "dev_macro_f1": 0.5, "perplexity": 30.25})
+    assert found == "accuracy 12.60%, top3_accuracy 33.50%, dev_macro_f1 50.00%, perplexity 30.2500"

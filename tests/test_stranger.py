@@ -432,6 +432,18 @@ def masked(samples):
     )
 
 
+def test_what_a_loaders_process_refuses_is_one_line_too(refused):
+    refused(
+        "error: the collate function masked draws random numbers",
+        more="""
+def masked(samples):
+    points, labels = torch.utils.data.default_collate(samples)
+    return points * (torch.rand_like(points) > 0.1), labels
+""",
+        loader="part_loader(data, sampler, collate=masked, num_workers=1, multiprocessing_context='fork')",
+    )
+
+
 def test_a_data_set_without_numbers_is_refused(refused):
     refused(
         "Stream has no samples with numbers",

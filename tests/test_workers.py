@@ -131,6 +131,21 @@ def test_a_rank_that_is_killed_leaves_no_process(endless):
     assert not left(folder, 2)
 
 
+def test_another_program_that_a_dead_rank_has_started_goes_on(tmp_path):
+    body = """
+        import subprocess
+        if not worker.is_main:
+            (FOLDER / "pid").write_text(str(subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL).pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    (result,) = playing(write_trainer(tmp_path, body), [Node(["-g", 2, "--device", "cpu"])], tmp_path).results()
+    assert "rank 1 was ended by SIGKILL" in result.output
+    upload = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert upload.status() != psutil.STATUS_ZOMBIE
+    upload.kill()
+
+
 @every_loader
 def test_a_supervisor_that_is_killed_leaves_no_process(endless):
     node, _, folder = endless

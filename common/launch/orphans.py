@@ -2,15 +2,15 @@
 
 Some end by themselves after seconds, those of a fork server never. Until then they hold the sockets of the dead
 worker, so that the other ranks wait for it.
+
+psutil and ctypes are imported where they are used, because --help imports this module.
 """
 
 import contextlib
-import ctypes
 import os
 import sys
 import time
-
-import psutil
+from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 END_SECONDS = 5.0
@@ -19,11 +19,15 @@ END_SECONDS = 5.0
 def adopt() -> None:
     """Make this process the parent of whatever its workers leave behind, so that `end` finds it. Linux only."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
     """The pids of this process's children."""
+    import psutil
+
     return {child.pid for child in psutil.Process().children()}
 
 
@@ -33,8 +37,10 @@ def end(known: set[int]) -> None:
     Only processes of this Python and this session are killed. Other programs may go on, such as an upload, and so may
     what somebody has detached from the terminal.
     """
-    deadline = time.monotonic() + END_SECONDS
-    while left := [psutil.Process(pid) for pid in children() - known if _is_ours(pid)]:
+    import psutil
+
+    mine, deadline = psutil.Process(), time.monotonic() + END_SECONDS
+    while left := [child for child in mine.children() if child.pid not in known and _is_alike(child, mine)]:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -43,8 +49,11 @@ def end(known: set[int]) -> None:
             return
 
 
-def _is_ours(pid: int) -> bool:
+def _is_alike(process: Any, mine: Any) -> bool:
+    """Does `process` run the same Python in the same session? False for one that has ended."""
+    import psutil
+
     try:
-        return os.getsid(pid) == os.getsid(0) and psutil.Process(pid).exe() == psutil.Process().exe()
+        return os.getsid(process.pid) == os.getsid(mine.pid) and process.exe() == mine.exe()
     except (OSError, psutil.Error):
         return False

@@ -74,7 +74,7 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(f"error: {error}", worker.rank, error=True)
+            say(f"error: {_message(error)}", worker.rank, error=True)
         return error.exit_code
     if reason := _lost_loader(error):
         cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"
@@ -93,6 +93,12 @@ def _lost_loader(error: BaseException) -> str:
     was_receiving = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
     lost_contact = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
     return "a DataLoader worker exited unexpectedly" if was_receiving and lost_contact else ""
+
+
+def _message(error: ExplainedError) -> str:
+    """Its message; without the traceback that torch adds to an error of a loader's process."""
+    text = str(error).strip()
+    return text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:

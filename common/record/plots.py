@@ -1,65 +1,119 @@
 """curves.png: the loss, the evaluations and each rank's time of one metrics.jsonl."""
 
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from common.record.metrics import read_metrics
 
 # from the bottom of a bar to its top
 COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
+NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds"}  # of an eval row
+PANEL_INCHES = 5.5  # the width of a panel; that of many ranks is wider
+SIDE_BY_SIDE = 4  # ranks whose figures fit above their bars
+UPRIGHT = 48  # ranks whose figures fit there when they are turned by 90 degrees
+
+Rows = list[dict[str, Any]]
 
 
 def plot_curves(metrics: Path, picture: Path) -> None:
     """Draw loss, evaluations and time by rank of `metrics`, a metrics.jsonl, into the PNG `picture`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = read_metrics(metrics)
-    train = [row for row in rows if row["kind"] == "train"]
-    evals = [row for row in rows if row["kind"] == "eval"]
-    ranks = [row for row in rows if row["kind"] == "ranks"]
-    figure, (losses, quality, speed) = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    losses.plot([row["step"] for row in train], [row["loss"] for row in train], linewidth=0.8, label="training")
-    if evals and "loss" in evals[0]:
-        losses.plot([row["step"] for row in evals], [row["loss"] for row in evals], "o-", label="held out")
-    losses.set(xlabel="optimizer step", ylabel="loss", title="Loss", yscale="log" if train else "linear")
-    losses.legend()
-    # accuracy, F1 and other measures between 0 and 1; perplexity on the same axis would flatten them
-    others = {"kind", "step", "epoch", "loss", "count", "training_seconds"}
-    found = [name for name in (evals[0] if evals else {}) if name not in others]
-    measures = [name for name in found if all(row[name] is not None and 0 <= row[name] <= 1 for row in evals)]
-    for name in measures:
-        quality.plot([row["step"] for row in evals], [row[name] for row in evals], "o-", label=name)
-    quality.set(xlabel="optimizer step", title="Held out")
-    if measures:
-        quality.legend()
-    last = [row for row in ranks if row["shares"] == ranks[-1]["shares"]]
-    if last:
-        _plot_ranks(speed, last)
-    for axes in (losses, quality, speed):
-        axes.grid(alpha=0.3)
+    figure = draw_curves(read_metrics(metrics))
     aside = picture.with_name(f".{picture.name}")
-    figure.savefig(aside, dpi=110, format="png")
+    figure.savefig(aside, format="png")
     aside.replace(picture)
-    pyplot.close(figure)
 
 
-def _plot_ranks(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """One bar a rank: how a step's time divides. Above it the rank's share, and its rate while it computes."""
-    shares = rows[-1]["shares"]
-    bottom = [0.0] * len(shares)
-    for name, color in COLORS.items():
-        # the median over the run, because the first steps are much slower than the rest
-        values = [sorted(row[f"{name}_ms"][rank] for row in rows)[len(rows) // 2] for rank in range(len(shares))]
-        axes.bar(range(len(shares)), values, bottom=bottom, label=name, color=color)
-        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    for rank, (share, top) in enumerate(zip(shares, bottom, strict=True)):
-        computing = sorted(row["compute_ms"][rank] for row in rows)[len(rows) // 2]
-        rate = f"\n{share / computing * 1e3:,.0f}/s" if computing else ""
-        axes.annotate(f"{share}{rate}", (rank, top), ha="center", va="bottom", fontsize=8)
-    axes.margins(y=0.15)
-    axes.set(ylabel="ms a step", title="Time by rank", xticks=range(len(shares)))
-    axes.set_xlabel("rank (above: its share, and its rate while it computes)")
+def draw_curves(rows: Rows) -> Any:
+    """A matplotlib Figure with a panel for the loss, one for measures between 0 and 1, one for measures of other
+    scales, such as perplexity, and one for time by rank; without those that would be empty."""
+    from matplotlib.figure import Figure
+
+    train, evals, ranks = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval", "ranks"))
+    measures = _measures(evals)
+    fractions = {name: points for name, points in measures.items() if all(0 <= value <= 1 for _, value in points)}
+    others = {name: points for name, points in measures.items() if name not in fractions}
+    widths = [PANEL_INCHES] * (1 + bool(fractions) + bool(others))
+    if ranks:
+        widths.append(max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT)))
+    figure = Figure(figsize=(sum(widths), 4.2), dpi=110, layout="constrained")
+    left = iter(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
+    _plot_losses(next(left), train, evals)
+    if fractions:
+        _plot_measures(next(left), fractions, "Held out")
+    if others:
+        _plot_measures(next(left), others, "Held out, other scales")
+    if ranks:
+        _plot_ranks(next(left), [row for row in ranks if row["shares"] == ranks[-1]["shares"]])
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _measures(evals: Rows) -> dict[str, list[tuple[int, float]]]:
+    """The (step, value) of each number that evaluations have found, by name."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in evals:
+        for name in row.keys() - NOT_MEASURES:
+            if isinstance(row[name], int | float):
+                found.setdefault(name, []).append((row["step"], row[name]))
+    return dict(sorted(found.items()))
+
+
+def _plot_losses(axes: Any, train: Rows, evals: Rows) -> None:
+    axes.plot([row["step"] for row in train], [row["loss"] for row in train], linewidth=0.8, label="training")
+    held_out = [(row["step"], row["loss"]) for row in evals if row.get("loss") is not None]
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", label="held out")
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss", yscale="log" if train else "linear")
     axes.legend()
+
+
+def _plot_measures(axes: Any, measures: dict[str, list[tuple[int, float]]], title: str) -> None:
+    for name, points in measures.items():
+        axes.plot(*zip(*points, strict=True), "o-", label=name)
+    values = [value for points in measures.values() for _, value in points]
+    far_apart = min(values) > 0 and max(values) > 20 * min(values)
+    axes.set(xlabel="optimizer step", title=title, yscale="log" if far_apart else "linear")
+    axes.legend()
+
+
+def _plot_ranks(axes: Any, rows: Rows) -> None:
+    """One bar a rank: how a step's time divides. Above it the rank's share, and its rate while it computes."""
+    from matplotlib.ticker import MultipleLocator
+
+    shares = rows[-1]["shares"]
+    zeros = [0.0] * len(shares)
+    # the median over the run, because the first steps are much slower than the rest; earlier versions had no loading_ms
+    times = {
+        name: [median_low(row.get(f"{name}_ms", zeros)[rank] for row in rows) for rank in range(len(shares))]
+        for name in COLORS
+    }
+    tops = zeros
+    for name, color in COLORS.items():
+        axes.bar(range(len(shares)), times[name], bottom=tops, label=name, color=color)
+        tops = [top + ms for top, ms in zip(tops, times[name], strict=True)]
+    axes.set(ylabel="ms a step", title="Time by rank", xlabel="rank")
+    axes.set_xlim(-0.7, len(shares) - 0.3)
+    axes.xaxis.set_major_locator(MultipleLocator(-(-len(shares) // 20)))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the bars, so that it covers none
+    if len(shares) <= UPRIGHT:
+        axes.set_xlabel("rank (above: its share, and its rate while it computes)")
+        rates = [f"{share / ms * 1e3:,.0f}/s" if ms else "" for share, ms in zip(shares, times["compute"], strict=True)]
+        _write_above(axes, tops, list(zip(map(str, shares), rates, strict=True)))
+
+
+def _write_above(axes: Any, tops: list[float], figures: list[tuple[str, str]]) -> None:
+    """Write each bar's figures above it, and make the axes high enough for them."""
+    upright = len(tops) > SIDE_BY_SIDE
+    line = " (%s)" if upright else "\n%s"
+    style = {"rotation": 90, "fontsize": 6.5} if upright else {"fontsize": 8}
+    offset: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+    texts = [
+        axes.annotate(share + (rate and line % rate), (rank, top), **offset, **style)
+        for rank, (top, (share, rate)) in enumerate(zip(tops, figures, strict=True))
+    ]
+    axes.figure.draw_without_rendering()  # lays the axes out, so that sizes are known
+    height, gap = axes.bbox.height, axes.figure.dpi / 72 * 4
+    needed = [height / max(1.0, height - text.get_window_extent().height - gap) for text in texts]
+    axes.set_ylim(0, max(top * factor for top, factor in zip(tops, needed, strict=True)) or 1)

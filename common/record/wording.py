@@ -6,7 +6,7 @@ from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.uneven.batching import BatchPlan
 
-SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1", "macro_f1")
+SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1")  # and names that end in _accuracy and so on
 
 
 def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[str, object]) -> str:
@@ -35,7 +35,7 @@ def measures(numbers: Mapping[str, object]) -> str:
 
 def _measure(name: str, value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.2%}" if name in SHOWN_IN_PERCENT else f"{value:.4f}"
+        return f"{value:.2%}" if name.split("_")[-1] in SHOWN_IN_PERCENT else f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
