@@ -10,6 +10,7 @@ output of each node with the node's number in front of each line. When one node 
 machines each node runs its own command.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from common.launch.addresses import free_port
 GRACE_SECONDS = 20.0  # after one node has failed, for the others to end by themselves
 KILL_SECONDS = 15.0  # after that, from SIGTERM to SIGKILL
 LOOK_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # as shells report SIGINT
 
 
@@ -68,8 +70,14 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
+
+
+def _end_with_parent() -> None:
+    """The kernel sends SIGTERM to this node when this program has been killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def show(number: int, lines: Iterable[str]) -> None:

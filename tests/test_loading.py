@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.uneven.batches import micro_batches, move, rows_in, take_rows
 from common.uneven.loading import dataset_fingerprint, part_loader
 from common.uneven.sampling import Indices
+from common.uneven.workers import worker_options
 
 Pair = namedtuple("Pair", "points labels")
 
@@ -94,3 +95,21 @@ def test_noise_is_that_of_the_epoch_and_the_sample():
     together = noise(Indices([2, 0, 1], 4))
     assert noise(Indices([1], 4), Indices([2, 0], 4)) == [together[2], together[0], together[1]]
     assert noise(Indices([2], 5)) != together[:1]
+
+
+class ManyTensors(Dataset):
+    def __init__(self, count: int):
+        self.rows = [torch.full((3,), float(index)) for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def test_a_data_set_of_many_tensors_reaches_the_loaders_processes():
+    """Each tensor would need a file descriptor, and a fork server takes about 250 ("too many fds")."""
+    loading = worker_options(1, torch.device("cpu"))
+    (batch,) = part_loader(ManyTensors(600), [Indices([599, 3])], **loading)
+    assert batch[:, 0].tolist() == [599.0, 3.0]

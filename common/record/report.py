@@ -81,7 +81,9 @@ class Report:
         of the global batch.
         """
         self.timer.end_step()
-        self.noted.append(Noted(step, loss_sum, count or self.plan.global_count(step - 1), lr, grad_norm))
+        self.noted.append(
+            Noted(step, loss_sum, self.plan.global_count(step - 1) if count is None else count, lr, grad_norm)
+        )
 
     @property
     def is_due(self) -> bool:
@@ -93,13 +95,13 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        gathered = gather_steps(self.timer, [one.loss_sum for one in noted], self.clock.unsaved_seconds)
+        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds)
         # All ranks compute these two from the same gathered numbers.
         self.unsaved_seconds = gathered.unsaved_seconds
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         done = [
-            Done(one.step, loss / one.count, float(one.lr), float(one.grad_norm))
+            Done(one.step, loss / (one.count or 1), float(one.lr), float(one.grad_norm))
             for one, loss in zip(noted, losses, strict=True)
         ]
         if self.output:

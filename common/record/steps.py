@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from common.uneven.timer import StepTimer
 
 
@@ -60,13 +61,30 @@ class Gathered:
         return {"loading": self.loading_ms, "compute": self.compute_ms, "communication": transfer, "wait": waiting}
 
 
-def gather_steps(timer: StepTimer, loss_sums: Sequence[torch.Tensor], unsaved_seconds: float) -> Gathered:
-    """The steps since the last call on all ranks. `loss_sums` has one scalar a step, of this rank; `unsaved_seconds`
-    is by this rank's clock. Every rank must call this."""
-    sums = torch.stack([loss_sum.detach().double() for loss_sum in loss_sums])
+def gather_steps(timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: float) -> Gathered:
+    """The steps since the last call on all ranks; `unsaved_seconds` is by this rank's clock. Every rank must call this.
+
+    Raises UserError on every rank where they have divided a step's loss by different counts.
+    """
+    sums = torch.stack([one.loss_sum.detach().double() for one in noted])
+    counts = sums.new_tensor([one.count for one in noted])
     clock = torch.full_like(sums, unsaved_seconds)
-    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take()), clock])
+    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take()), clock, counts])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    losses, loading, compute, exchange, clocks = torch.stack(everyone).cpu().unbind(dim=1)
+    losses, loading, compute, exchange, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)
+    _require_one_count(noted, counted)
     return Gathered(losses, loading, compute, exchange, float(clocks[0, 0]))
+
+
+def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
+    """`counted` (ranks, steps) is what each rank's loss was divided by."""
+    differs = (counted != counted[0]).nonzero()
+    if len(differs):
+        rank, index = differs[0].tolist()
+        raise UserError(
+            f"rank {rank} divides the loss of step {noted[index].step} by {counted[rank, index]:.10g}, but rank 0 by "
+            f"{counted[0, index]:.10g}: divide by the count over all ranks, plan.global_count(step) or "
+            "plan.sums_in_steps(...), and not by that of one rank",
+            same_on_every_rank=True,
+        )

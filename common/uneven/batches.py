@@ -28,7 +28,8 @@ def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterat
         raise UserError(
             f"the data loader gave {rows} rows, but this rank's part of the global batch has {len(expected)}: "
             "let the sampler make the batches, DataLoader(data, batch_sampler=sampler) or part_loader(data, sampler), "
-            "without batch_size, shuffle, sampler and drop_last"
+            "without batch_size, shuffle, sampler and drop_last; with a TokenBalancedSampler the expected part is "
+            "sampler.part(step, rank), not plan.part(step, rank)"
         )
     size = micro_batch or max(1, rows)
     starts = range(0, max(1, rows), size)

@@ -135,7 +135,8 @@ def first_loss_problem(loss: float, expected: float) -> str:
         return ""
     return (
         f"warning: the first loss is {loss:.4g}, but an untrained model should begin near {expected:.4g}. "
-        'Is it summed over the samples (reduction="sum"), and divided by the global count of what it is a mean over?'
+        'Is it summed over the samples (reduction="sum"), and divided by the global count of what it is a mean over? '
+        "Or are the initial weights too large, such as those of an nn.Embedding that is also the output layer?"
     )
 
 

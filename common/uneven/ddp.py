@@ -88,7 +88,7 @@ def _forward_of_no_rows(
             raise
         raise UserError(
             f"the model refuses a batch of no rows ({str(error).strip().splitlines()[0]}), which a rank with an empty "
-            "part has: give wrap(..., stand_in=True), or correct `empty_loss` if its inputs are wrong",
+            "part has: give wrap(..., stand_in=True), or correct the function that wrap was given",
             same_on_every_rank=True,
         ) from error
 

@@ -52,4 +52,6 @@ class Precision:
             return
         what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
         fix = "lower --lr, set --clip-norm, or look at the data around that step"
+        if not math.isfinite(loss):
+            fix += ' (a loss with reduction="mean" is not a number on a rank whose part is empty: sum it)'
         raise RunError(f"the {what}: {fix}; the checkpoints before it are intact", same_on_every_rank=True)
