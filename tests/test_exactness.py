@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.harness import MNIST, largest_difference, losses, play, play_torchrun, rows, weights
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, play_torchrun, playing, rows, weights
 
 # 1,438 samples: a tail of 1,438 mod 110 = 8 samples, so that 7 ranks have one sample or two, and micro-batches of
 # 7 divide nothing. Shares of 0 leave a rank without a sample in every step.
@@ -93,3 +93,13 @@ def test_lower_precision_trains_on_uneven_ranks(precision, tmp_path):
     play(MNIST, (2, 1), tmp_path, "--dataset", "digits", "--precision", precision, "--epochs", 4, "--shares", "3,2,1")
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 2
     assert rows(tmp_path, "eval")[-1]["count"] == 359
+
+
+def test_a_count_of_one_ranks_own_samples_is_refused(tmp_path):
+    noted = "report.note(step, loss_sum, lr, grad_norm"
+    script = altered(tmp_path / "own_ddp", {noted: f"{noted}, len(mine)"})
+    nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS, "--shares", "3,2,1")
+    results = playing(script, nodes, tmp_path).results()
+    for result in results:
+        assert result.code == 2
+    assert "divides the loss of step 1 by" in results[0].output and "the count over all ranks" in results[0].output

@@ -182,3 +182,14 @@ def test_metrics_that_cannot_be_read_are_named_on_every_node(uninterrupted, tmp_
     nodes = playing(MNIST, nodes_of((1, 1), tmp_path / "run", *FLAGS, "--resume"), tmp_path).results()
     for node in nodes:
         assert node.code == 2 and "is not JSON: correct that line" in node.output, node.output
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(tmp_path):
+    first = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000), tmp_path)
+    while not (tmp_path / "metrics.jsonl").exists():
+        assert first.processes[0].is_alive(), first.results()
+        time.sleep(0.05)
+    (second,) = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000, "--resume"), tmp_path).results()
+    assert second.code == 2
+    assert "another run is writing there at this moment" in second.output
+    first.kill()

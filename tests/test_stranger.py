@@ -463,6 +463,17 @@ def test_a_part_of_a_loss_over_the_global_batch_is_refused(refused):
     refused("needs all 10 rows of this rank in one forward", loss="gather_rows(model(micro[0]), plan, step).sum()")
 
 
+def test_a_loss_that_needs_whole_parts_refuses_micro_batches(refused):
+    refused("need this rank's whole part in one forward", wrap="whole_parts=True", micro_batch="4")
+
+
+def test_views_that_are_gathered_together_are_refused(refused):
+    both = "torch.cat([model(micro[0]), model(micro[0])])"
+    refused(
+        "gather each view of the samples by itself", loss=f"gather_rows({both}, plan, step).sum()", micro_batch="None"
+    )
+
+
 def test_a_batch_whose_tensors_differ_in_rows_is_refused(refused):
     refused(
         "the tensors of a batch must have the same number of rows",

@@ -51,7 +51,8 @@ def _from_the_start(a: Run, b: Run, found: Comparison) -> list[str]:
             _line(
                 "ask",
                 "how is the loss scaled? The summed loss is divided once, by the count over all ranks and "
-                "micro-batches. An untrained network's loss is near ln(number of classes): which run has that?",
+                "micro-batches. An untrained network's loss is near ln(number of classes): which run has that? Or does "
+                "the loss compare samples with one another, and only those of one rank?",
             ),
         ]
     return [

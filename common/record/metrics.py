@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import RunError, UserError
+from common.record.lock import lock
 from common.record.trackers import Trackers
 
 
@@ -30,6 +31,7 @@ class Metrics:
     def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, trackers: Trackers):
         """Drops rows after `first_step`: a resumed run does those steps again. Raises OSError."""
         self.path, self.steps_per_epoch, self.trackers = folder / "metrics.jsonl", steps_per_epoch, trackers
+        self.lock = lock(folder)
         self.rows_before = self._drop_rows_after(first_step)
         self.file = self.path.open("a")
 
@@ -58,6 +60,7 @@ class Metrics:
 
     def close(self) -> None:
         self.file.close()
+        self.lock.close()
         self.trackers.close()
 
 

@@ -16,6 +16,7 @@ from common.uneven.fingerprint import fingerprint
 from common.uneven.global_batch import GlobalBatchNorm, needs_whole_parts
 
 SHOWN = 3  # names in a message
+NEAR = 1.3  # a first loss is within this factor of a guess's
 
 
 def require_same(values: Mapping[str, object]) -> None:
@@ -76,9 +77,9 @@ def refuse_batch_norm(net: torch.nn.Module, layout_dependent: Collection[str] = 
 class Guard:
     """Checks a step after its last backward: every parameter has its gradient, and no buffer has changed."""
 
-    def __init__(self, net: torch.nn.Module, layout_dependent: Collection[str] = ()):
+    def __init__(self, net: torch.nn.Module, layout_dependent: Collection[str] = (), whole_parts: bool = False):
         self.net = net
-        self.needs_whole_parts = needs_whole_parts(net)
+        self.needs_whole_parts = whole_parts or needs_whole_parts(net)
         self.may_change = {
             f"{name}.{buffer}".lstrip(".")
             for name, layer in net.named_modules()
@@ -96,8 +97,8 @@ class Guard:
         """Raise UserError if a part is cut into micro-batches, and a layer needs the statistics of the whole."""
         if self.needs_whole_parts and not is_last:
             raise UserError(
-                "BatchNorm over the global batch needs this rank's whole part in one forward: leave out --micro-batch, "
-                "or use GroupNorm"
+                "statistics or a loss over the global batch need this rank's whole part in one forward: leave out "
+                "--micro-batch, or use GroupNorm in place of BatchNorm"
             )
 
     def require_all_reached(self, all_reduced: bool, same_on_every_rank: bool = False) -> None:
@@ -129,9 +130,10 @@ def first_loss_problem(loss: float, expected: float) -> str:
     """What to print if the first loss of untrained weights is far from what it must be, else an empty string.
 
     Over C classes an untrained model is about right with probability 1/C, so its cross entropy is about ln(C). A loss
-    that is not summed, or a wrong count, is wrong by a factor, and looks the same on every layout.
+    that is not summed, or a wrong count, is wrong by a factor, and looks the same on every layout. Likewise ln(M - 1)
+    for a contrastive loss among M views.
     """
-    if not math.isfinite(loss) or expected / 2 < loss < expected * 2:
+    if not math.isfinite(loss) or expected / NEAR < loss < expected * NEAR:
         return ""
     return (
         f"warning: the first loss is {loss:.4g}, but an untrained model should begin near {expected:.4g}. "

@@ -30,11 +30,9 @@ from common.uneven.timer import StepTimer
 class UnevenDistributedDataParallel(DistributedDataParallel):
     """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py)."""
 
-    def __init__(
-        self, net: torch.nn.Module, guarded: torch.nn.Module, layout_dependent: Collection[str], **options: Any
-    ):
+    def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
-        self.guard = Guard(guarded, layout_dependent)
+        self.guard = guard()
 
 
 def wrap(
@@ -44,6 +42,7 @@ def wrap(
     empty_loss: Callable[[torch.nn.Module], torch.Tensor],
     compiled: bool = False,
     stand_in: bool = False,
+    whole_parts: bool = False,
     layout_dependent: Collection[str] = (),
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
@@ -51,7 +50,8 @@ def wrap(
     `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets after the
     first backward, which changes the order of summation: that backward is done here, and its gradients are thrown
     away, so that a resumed run is bit-identical to one that was not interrupted. With `stand_in`, the model never gets
-    a batch of no rows: one row of zeros goes through it instead, and none comes out.
+    a batch of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches
+    are refused: for a loss over the global batch.
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
@@ -64,8 +64,7 @@ def wrap(
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
     wrapped = UnevenDistributedDataParallel(
         EmptyPartsApart(net, compiled, stand_in) if compiled or stand_in else net,
-        net,
-        layout_dependent,
+        lambda: Guard(net, layout_dependent, whole_parts),
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **keep_buffers,

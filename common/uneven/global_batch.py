@@ -45,9 +45,10 @@ def gather_rows(rows: torch.Tensor, plan: BatchPlan, step: int) -> torch.Tensor:
     """
     mine = plan.part(step, dist.get_rank())
     if len(rows) != len(mine):
+        fix = "gather each view of the samples by itself" if len(rows) > len(mine) else "leave out --micro-batch"
         raise UserError(
             f"a loss over the whole global batch needs all {len(mine)} rows of this rank in one forward, and got "
-            f"{len(rows)}: leave out --micro-batch, or lower --global-batch"
+            f"{len(rows)}: {fix}"
         )
     begin = mine.start - plan.begin(step)
     after = plan.global_count(step) - begin - len(mine)

@@ -1,0 +1,37 @@
+"""One run at a time writes into a folder: a second one would do the same steps again and mix its files with those."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import IO
+
+from common.errors import UserError
+from common.join.waiting import poll
+
+SECONDS = 10.0  # that the processes of a run that was killed may take to end
+
+
+def lock(folder: Path) -> IO[str]:
+    """The file that locks `folder` for as long as it is open: until this process ends, by whatever means.
+
+    Raises UserError where another run holds the lock, and OSError where the folder cannot be written. Some network file
+    systems know no locks; then nothing is locked.
+    """
+    file = (folder / ".lock").open("a")
+    if os.name != "nt" and not poll(lambda: _is_locked(file), SECONDS):
+        raise UserError(
+            f"--out-dir {folder}: another run is writing there at this moment: wait for it, or end its processes, whose "
+            f"hosts and pids are in {folder / 'run.json'}"
+        )
+    return file
+
+
+def _is_locked(file: IO[str]) -> bool:
+    import fcntl  # which Windows does not have
+
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
