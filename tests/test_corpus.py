@@ -201,7 +201,7 @@ def masked(folder, *flags, whole_words=False, probability=0.15, seed=0):
 
 def test_masks_do_not_know_the_batch_they_are_drawn_in(folder):
     _, (train, _) = masked(folder)
-    together, alone = train.get_batch(Indices([5, 2, 9], epoch=3)), train.__getitems__(Indices([9], epoch=3))
+    together, alone = train.get_batch(Indices([5, 2, 9], epoch=3)), train.get_batch(Indices([9], epoch=3))
     assert (together.input_ids[2] == alone.input_ids[0]).all() and (together.labels[2] == alone.labels[0]).all()
 
 

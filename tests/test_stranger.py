@@ -318,7 +318,7 @@ def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact)
 def test_a_stock_loader_that_ignores_the_sampler_is_refused(refused):
     refused(
         "the data loader gave 64 rows, but this rank's part of the global batch has 10",
-        "DataLoader(data, batch_sampler=sampler)",
+        "part_loader(data, sampler, seed)",
         loader="DataLoader(data, batch_size=64, shuffle=True)",
     )
 

@@ -59,7 +59,7 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
         most_rows, pass_tokens = args.micro_batch, PASS_TOKENS[device.type]
         sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, most_rows, pass_tokens)
-        train_loader = part_loader(rows, sampler)
+        train_loader = part_loader(rows, sampler, args.seed)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         torch.manual_seed(derive_seed(args.seed, "weights"))

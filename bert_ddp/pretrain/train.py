@@ -57,7 +57,7 @@ def train(worker: Worker, args: Namespace) -> None:
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
-        train_loader = part_loader(train_set, sampler, **loading)
+        train_loader = part_loader(train_set, sampler, args.seed, **loading)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         test_loader = part_loader(test_set, shard, **loading)
 

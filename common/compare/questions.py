@@ -155,6 +155,7 @@ def _evaluation(a: Run, b: Run, found: Comparison) -> str:
         question = (
             "how the ranks' parts of the evaluation are put together, because the training agrees. Sums over samples "
             "are added and divided once, by the count; a mean of means is another number. Is the model in eval() mode? "
+            "Is an average of the weights (EMA) among the parts of the checkpoint? "
             "Below fp64 a sample may also lie so near the border of two classes that rounding decides."
         )
     return "\n".join([*lines, _line("ask", question), *_table(a, b, step)])

@@ -7,8 +7,6 @@ SIGKILL, so a node whose workers are all stopped would never end.
 from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 
-import psutil
-
 
 class StoppedWorkers:
     """Counts for how long each worker has been stopped. `look` every `look_seconds`.
@@ -31,6 +29,8 @@ class StoppedWorkers:
 
 def _is_stopped(pid: int) -> bool:
     """True for a process that a signal has stopped, and not for one that a debugger holds."""
+    import psutil  # here, because --help does not need it
+
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:  # it has ended

@@ -20,8 +20,8 @@ def lock(folder: Path) -> IO[str]:
     file = (folder / ".lock").open("a")
     if os.name != "nt" and not poll(lambda: _is_locked(file), SECONDS):
         raise UserError(
-            f"--out-dir {folder}: another run is writing there at this moment: wait for it, or end its processes: their "
-            f"hosts and pids are in {folder / 'run.json'}"
+            f"--out-dir {folder}: another run is writing there at this moment: wait for it, or end its processes: "
+            f"their hosts and pids are in {folder / 'run.json'}"
         )
     return file
 

@@ -27,8 +27,8 @@ def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterat
     if rows != len(expected):
         raise UserError(
             f"the data loader gave {rows} rows, but this rank's part of the global batch has {len(expected)}: "
-            "let the sampler make the batches, DataLoader(data, batch_sampler=sampler) or part_loader(data, sampler), "
-            "without batch_size, shuffle, sampler and drop_last; with a TokenBalancedSampler the expected part is "
+            "let the sampler make the batches, part_loader(data, sampler, seed), without batch_size, shuffle, sampler "
+            "and drop_last; with a TokenBalancedSampler the expected part is "
             "sampler.part(step, rank), not plan.part(step, rank)"
         )
     size = micro_batch or max(1, rows)

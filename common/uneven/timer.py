@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.uneven.loading import require_part_loader
 
 END = object()  # what `next` returns after a loader's last item
 
@@ -48,6 +49,7 @@ class StepTimer:
 
         Raises UserError unless the loader gives exactly so many: before the first step where the loader has a length.
         """
+        require_part_loader(loader)
         length = _length(loader)
         if length not in (None, steps):
             raise _not_one_a_step(f"has {length:,} items", steps)
@@ -99,7 +101,7 @@ def _length(loader: Iterable[Any]) -> int | None:
 def _not_one_a_step(gave: str, steps: int) -> UserError:
     return UserError(
         f"the loader {gave}, but this epoch has {steps:,} optimizer steps left, and each takes one item: "
-        "write DataLoader(data, batch_sampler=sampler), without sampler=, batch_size=, shuffle= and drop_last="
+        "write part_loader(data, sampler, seed), without sampler=, batch_size=, shuffle= and drop_last="
     )
 
 

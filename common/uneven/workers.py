@@ -2,8 +2,8 @@
 gone when their rank is gone.
 
     options = worker_options(workers=2, device=device, preload=["torchvision"])
-    train_loader = DataLoader(train_set, batch_sampler=sampler, **options)
-    test_loader = DataLoader(test_set, batch_size=64, **options)
+    train_loader = part_loader(train_set, sampler, seed, **options)
+    test_loader = part_loader(test_set, shard, **options)
 
 A data set in such a process is a copy, made when the process starts. It learns the epoch from the sampler, which sends
 it with the indices of every batch (`common.uneven.sampling.Indices`).
