@@ -69,8 +69,8 @@ def refuse_batch_norm(net: torch.nn.Module, layout_dependent: Collection[str] = 
         raise UserError(
             f"{_shown(found)} would compute statistics of this rank's samples, or with SyncBatchNorm of those of one "
             "micro-batch, so the result would depend on the layout: use GroupNorm, or global_batch_norm(model) of "
-            "common.uneven.global_batch before the optimizer is made; or freeze the layers with .eval(), or name them in "
-            "wrap(..., layout_dependent=[...])",
+            "common.uneven.global_batch before the optimizer is made; or freeze the layers with .eval(), or name them "
+            "in wrap(..., layout_dependent=[...])",
             same_on_every_rank=True,
         )
 
