@@ -118,3 +118,11 @@ def test_a_checkpoint_that_holds_the_infinity_of_earlier_versions_resumes_with_i
     found.require({"clip_norm": "inf"}, prefix="--")
     with pytest.raises(UserError, match=r"written with --clip-norm inf, but this run has 1\.0"):
         found.require({"clip_norm": 1.0}, prefix="--")
+
+
+def test_an_optimizer_that_is_not_among_the_parts_is_missed_before_training(tmp_path):
+    trainer = altered(tmp_path / "half_ddp", {"AdamW(net.parameters()": "AdamW(net.features.parameters()"})
+    nodes = nodes_of((1, 1), tmp_path / "run", "--dataset", "digits", "--max-steps", 2)
+    for node in playing(trainer, nodes, tmp_path).results():
+        assert node.code == 2, node.output
+        assert "no optimizer among the parts of a checkpoint holds classifier.1.weight" in node.output

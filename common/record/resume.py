@@ -30,6 +30,7 @@ def resume(
     DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises UserError on every
     rank, also for a part that the checkpoint lacks, or that only the checkpoint has.
     """
+    _require_all_optimizers(model, parts)
     if options.resume is None:
         return 0
     found: Checkpoint | None = None
@@ -55,6 +56,19 @@ def resume(
         for name, saved in received["parts"].items():
             fill(parts[name], saved)
     return received["step"]
+
+
+def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> None:
+    """Raise UserError if a trainable parameter belongs to none of the optimizers among the parts."""
+    optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
+    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    missing = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
+    if optimizers and missing:
+        raise UserError(
+            f"no optimizer among the parts of a checkpoint holds {missing[0]}: give every optimizer to resume() and "
+            "save(), or freeze what is not trained with requires_grad_(False)",
+            same_on_every_rank=True,
+        )
 
 
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
