@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from common.errors import UserError
-from common.launch import cli
+from common.launch import values
 from common.record import checkpoint
 from common.record.metrics import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
@@ -104,12 +104,12 @@ def test_steps_between_checkpoints_do_not_depend_on_the_clock(tmp_path):
 @pytest.mark.parametrize("value", ["0", "0m", "-1h", "10s", "m", "1.5", "infh", "nanm"])
 def test_a_save_every_that_is_neither_steps_nor_time_is_refused(value):
     with pytest.raises(ArgumentTypeError, match=f"'{value}' is not allowed: give a number of steps, minutes or hours"):
-        cli.save_every(value)
+        values.save_every(value)
 
 
 def test_save_every_takes_steps_minutes_and_hours():
-    assert cli.save_every("500").steps == 500
-    assert [cli.save_every(text).seconds for text in ("10m", "0.5h")] == [600, 1800]
+    assert values.save_every("500").steps == 500
+    assert [values.save_every(text).seconds for text in ("10m", "0.5h")] == [600, 1800]
 
 
 def refusal(tmp_path, *flags) -> str:
