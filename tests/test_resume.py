@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from common.errors import UserError
-from common.launch import values
+from common.launch import cli, values
 from common.record import checkpoint
 from common.record.metrics import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
