@@ -73,6 +73,21 @@ def test_one_that_is_killed_ends_all_nodes(tmp_path):
     assert not any(node.is_running() for node in nodes)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_one_that_is_killed_with_sigkill_leaves_no_node(tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    command = start("python", PLAY, script, "-g", "1,1")
+    process, deadline = psutil.Process(command.process.pid), time.monotonic() + 30
+    while len(nodes := process.children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)  # both run the script
+    command.process.kill()
+    _, alive = psutil.wait_procs(nodes, timeout=10)
+    command.result(timeout=10)
+    assert len(nodes) == 2 and not alive
+
+
 def test_a_node_that_fails_ends_the_others(tmp_path, monkeypatch):
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
