@@ -33,7 +33,8 @@ def _loaded_sources() -> dict[str, Path]:
             continue
         folder = ROOT if path.is_relative_to(ROOT) else script_folder
         if path in installed:
-            is_ours = folder == ROOT  # and not a command in bin/, which pip writes anew on every node
+            # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
+            is_ours = is_installed and folder == ROOT
         else:
             is_ours = path.is_relative_to(folder) and not _is_library(path) and not (is_installed and folder == ROOT)
         if is_ours:
