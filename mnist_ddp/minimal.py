@@ -30,9 +30,10 @@ parser.add_argument("--checkpoint", type=Path, default="minimal.pt")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
 args = parser.parse_args()
-
 local_rank, dtype = int(os.environ["LOCAL_RANK"]), getattr(torch, args.dtype)
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)  # where NCCL exchanges objects
 dist.init_process_group(device_id=device if device.type == "cuda" else None)
 rank = dist.get_rank()
 
@@ -44,7 +45,6 @@ train_set = datasets.MNIST(args.data_dir, transform=augment)
 plan = plan_batches(len(train_set), global_batch=256, world_size=dist.get_world_size())
 sampler = UnevenDistributedSampler(plan, rank, seed=0)
 loader = part_loader(train_set, sampler, seed=0)
-
 torch.manual_seed(0)
 layers = [torch.nn.Flatten(), torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)]
 net = torch.nn.Sequential(*layers).to(device, dtype)

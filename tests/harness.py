@@ -217,6 +217,14 @@ def nodes_of(gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Node]:
 def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Result]:
     """Train as torchrun would start it: one process a rank with torchrun's variables."""
     folder.mkdir(parents=True, exist_ok=True)
+    results = playing(trainer, torchrun_nodes(gpus, "--device", "cpu", "--out-dir", folder, *flags), folder).results()
+    for result in results:
+        assert result.code == 0, result.output
+    return results
+
+
+def torchrun_nodes(gpus: tuple[int, ...], *flags: object) -> list[Node]:
+    """The command of each rank, with the variables that torchrun gives it."""
     port, nodes = str(free_port()), []
     for number, size in enumerate(gpus):
         for local_rank in range(size):
@@ -230,11 +238,8 @@ def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: ob
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             }
-            nodes.append(Node(["--device", "cpu", "--out-dir", folder, *flags], environ))
-    results = playing(trainer, nodes, folder).results()
-    for result in results:
-        assert result.code == 0, result.output
-    return results
+            nodes.append(Node(list(flags), environ))
+    return nodes
 
 
 @functools.cache

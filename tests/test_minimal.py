@@ -6,8 +6,7 @@ import struct
 import pytest
 import torch
 
-from common.launch.addresses import free_port
-from tests.harness import ROOT, Node, playing
+from tests.harness import ROOT, playing, torchrun_nodes
 
 MINIMAL = ROOT / "mnist_ddp" / "minimal.py"
 SAMPLES = 600
@@ -32,18 +31,8 @@ def data(tmp_path_factory):
 def losses_of(gpus, data, folder, *flags) -> dict[int, float]:
     """Step -> loss, as rank 0 prints them, with the processes that torchrun would start."""
     folder.mkdir(exist_ok=True)
-    port, nodes = free_port(), []
-    for number, size in enumerate(gpus):
-        for local_rank in range(size):
-            environ = {
-                "RANK": str(sum(gpus[:number]) + local_rank),
-                "WORLD_SIZE": str(sum(gpus)),
-                "LOCAL_RANK": str(local_rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            own = ["--data-dir", data, "--dtype", "float64", "--checkpoint", folder / "minimal.pt"]
-            nodes.append(Node([*own, *flags], environ))
+    own = ("--data-dir", data, "--dtype", "float64", "--checkpoint", folder / "minimal.pt")
+    nodes = torchrun_nodes(gpus, *own, *flags)
     results = playing(MINIMAL, nodes, folder).results()
     for result in results:
         assert result.code == 0, result.output

@@ -58,14 +58,20 @@ sys.exit(3)
 """
 
 
-def test_one_that_is_killed_ends_all_nodes(tmp_path):
-    script = tmp_path / "waits.py"
+def started(folder):
+    """A command that plays two nodes which wait, and their processes, once both have printed."""
+    script = folder / "waits.py"
     script.write_text(WAITS)
     command = start("python", PLAY, script, "-g", "1,1")
     process, deadline = psutil.Process(command.process.pid), time.monotonic() + 30
     while len(nodes := process.children()) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(1.0)  # both have printed
+    time.sleep(1.0)
+    return command, nodes
+
+
+def test_one_that_is_killed_ends_all_nodes(tmp_path):
+    command, nodes = started(tmp_path)
     command.process.send_signal(signal.SIGTERM)
     result = command.result(timeout=30)
     assert result.code == 130, result.output
@@ -75,13 +81,7 @@ def test_one_that_is_killed_ends_all_nodes(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_one_that_is_killed_with_sigkill_leaves_no_node(tmp_path):
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    command = start("python", PLAY, script, "-g", "1,1")
-    process, deadline = psutil.Process(command.process.pid), time.monotonic() + 30
-    while len(nodes := process.children()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(1.0)  # both run the script
+    command, nodes = started(tmp_path)
     command.process.kill()
     _, alive = psutil.wait_procs(nodes, timeout=10)
     command.result(timeout=10)

@@ -193,3 +193,15 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(tmp_p
     assert second.code == 2
     assert "another run is writing there at this moment" in second.output
     first.kill()
+
+
+def test_a_second_run_that_is_refused_leaves_latest_as_it_is(tmp_path):
+    first = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000, "--keep", 1000), tmp_path)
+    while len(saved := sorted(tmp_path.glob("checkpoints/step-*"))) < 3:
+        assert first.processes[0].is_alive(), first.results()
+        time.sleep(0.05)
+    earlier = ("--epochs", 1000, "--resume", saved[0])
+    (second,) = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, *earlier), tmp_path).results()
+    assert second.code == 2 and "another run is writing there" in second.output
+    assert checkpoint.latest_name(tmp_path / "checkpoints") != saved[0].name
+    first.kill()

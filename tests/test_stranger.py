@@ -308,6 +308,17 @@ class Reshapes(nn.Module):
 """
 
 
+def test_a_stand_in_reaches_inputs_within_a_dict(exact):
+    exact(
+        more=RESHAPES.replace("forward(self, points):", "forward(self, batch):\n        points = batch['points']"),
+        net="Reshapes()",
+        wrap="stand_in=True",
+        data="Samples(82)",
+        empty="model({'points': torch.zeros(0, 6, dtype=torch.float64)}).sum()",
+        loss="cross_entropy(model({'points': micro[0]}), micro[1], reduction='sum')",
+    )
+
+
 def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact):
     exact(more=RESHAPES, net="Reshapes()", wrap="stand_in=True", data="Samples(82)")  # a last step of two samples
 
@@ -332,6 +343,12 @@ def test_batch_norm_is_refused_by_name(refused, layer):
 
 def test_batch_norm_over_the_global_batch_refuses_micro_batches(refused):
     refused("leave out --micro-batch", net=f"global_batch_norm({NORMAL})", micro_batch="4")
+
+
+def test_a_stand_in_row_may_not_count_in_statistics_of_the_global_batch(refused):
+    refused(
+        "would count its row of zeros", net=f"global_batch_norm({NORMAL})", micro_batch="None", wrap="stand_in=True"
+    )
 
 
 def test_a_buffer_that_training_changes_is_refused_by_name(refused):

@@ -54,7 +54,9 @@ def report(args: Namespace) -> int:
     found = compare(a, b, tolerance)
     say("\n".join([_described("A", a), _described("B", b), *_summary(found)]))
     if found.agree:
-        say("equal     within the tolerance")
+        last = {max(run.train) for run in (a, b)}
+        ends = f", up to step {min(last)}: one of them ends there" if len(last) > 1 else ""
+        say(f"equal     within the tolerance{ends}")
         return 0
     say(questions.ask(a, b, found))
     return 1

@@ -106,13 +106,13 @@ class Report:
         ]
         if self.output:
             self.output.steps(done, gathered.times(), self.clock)
-        if (
-            self.untrained_loss
-            and done[0].step == 1
-            and (problem := first_loss_problem(done[0].loss, self.untrained_loss))
-        ):
-            self.line(problem)
+        if done[0].step == 1 and self.untrained_loss:
+            self._judge_first(done[0].loss, self.untrained_loss)
         return done
+
+    def _judge_first(self, loss: float, untrained_loss: float) -> None:
+        if problem := first_loss_problem(loss, untrained_loss):
+            self.line(problem)
 
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
+from common.record.lock import lock
 
 
 def resume(
@@ -120,7 +121,8 @@ def _go_back_to(found: Checkpoint, folder: Path) -> None:
     checkpoints in its folder do not count."""
     if found.path.parent.resolve() == folder.resolve() and found.path.name != latest_name(folder):
         try:
-            point_latest(folder, found.path.name)
+            with lock(folder.parent):  # a run that is still writing there keeps its own `latest`
+                point_latest(folder, found.path.name)
         except OSError as error:
             raise UserError(
                 f"--resume: {folder} cannot be written: {error.strerror}", same_on_every_rank=True

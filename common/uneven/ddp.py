@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.uneven.batches import change, take_rows
 from common.uneven.batching import BatchPlan
 from common.uneven.checks import Guard, description, refuse_batch_norm, require_same
+from common.uneven.global_batch import needs_whole_parts
 from common.uneven.timer import StepTimer
 
 
@@ -59,6 +60,12 @@ def wrap(
     """
     require_same({"the plan": plan, **description(net)})
     refuse_batch_norm(net, layout_dependent)
+    if stand_in and needs_whole_parts(net):
+        raise UserError(
+            "wrap(..., stand_in=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let the "
+            "model take a batch of no rows, or use GroupNorm",
+            same_on_every_rank=True,
+        )
     # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
@@ -83,7 +90,7 @@ def _forward_of_no_rows(
     try:
         return empty_loss(model)
     except (RuntimeError, ValueError, IndexError) as error:
-        if model.guard.needs_whole_parts:  # its forward exchanges sums, which may have failed for other reasons
+        if needs_whole_parts(model.module):  # its forward exchanges sums, which may have failed for other reasons
             raise
         raise UserError(
             f"the model refuses a batch of no rows ({str(error).strip().splitlines()[0]}), which a rank with an empty "
@@ -149,12 +156,19 @@ class EmptyPartsApart(torch.nn.Module):
 
 
 def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    tensors = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
-    return bool(tensors) and all(len(tensor) == 0 for tensor in tensors)
+    sizes: list[int] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            sizes.append(len(leaf))
+        return leaf
+
+    change((inputs, named), note)
+    return bool(sizes) and not any(sizes)
 
 
 def _one_row(leaf: Any) -> Any:
     """Zeros, and True for masks: attention over nothing is not a number."""
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return leaf
     return leaf.new_full((1, *(max(1, size) for size in leaf.shape[1:])), leaf.dtype == torch.bool)

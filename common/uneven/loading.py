@@ -60,9 +60,8 @@ def require_part_loader(loader: Any) -> None:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, Parts):
         raise UserError(
             "a plain DataLoader knows no empty parts, and what its data set draws at random would depend on the "
-            "layout: "
-            "write part_loader(data, sampler, seed) of common.uneven.loading, with the other options as they are, but "
-            "without batch_size, shuffle, sampler and drop_last"
+            "layout: write part_loader(data, sampler, seed) of common.uneven.loading, with the other options as they "
+            "are, but without batch_size, shuffle, sampler and drop_last"
         )
 
 

@@ -31,17 +31,24 @@ class Precision:
         """`loss.backward()`, scaled up under fp16."""
         self.scaler.scale(loss).backward()
 
-    def step(self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
+    def step(
+        self,
+        model: torch.nn.Module,
+        clip_norm: float,
+        optimizer: torch.optim.Optimizer,
+        *others: torch.optim.Optimizer,
+    ) -> torch.Tensor:
         """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
-        for optimizer in optimizers:
-            self.scaler.unscale_(optimizer)
+        optimizers = (optimizer, *others)
+        for one in optimizers:
+            self.scaler.unscale_(one)
         norm = clip_grad_norm_(model.parameters(), clip_norm)
-        for optimizer in optimizers:
-            self.scaler.step(optimizer)
+        for one in optimizers:
+            self.scaler.step(one)
         self.scaler.update()
         return norm
 

@@ -1,6 +1,6 @@
 """Which samples this rank sees: an uneven sampler for training, and one without padding for evaluation.
 
-Both are batch samplers, for `DataLoader(batch_sampler=...)`: one item of the loader is this rank's part of one
+Both are batch samplers, for `loading.part_loader`: one item of the loader is this rank's part of one
 optimizer step (training), or one batch of its shard (evaluation).
 """
 
