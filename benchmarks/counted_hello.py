@@ -34,7 +34,7 @@ class CountedStore(dist.Store):
 
     @property
     def timeout(self) -> timedelta:
-        return self.inner.timeout
+        return self.inner.timeout  # type: ignore[attr-defined]  # torch's stub leaves it out
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from bert_ddp.pretrain import model, rows
 from bert_ddp.text import corpus
@@ -19,6 +19,7 @@ from common.join.process_group import process_group
 from common.launch import cli
 from common.launch.layout import Worker
 from common.uneven.batching import plan_batches
+from common.uneven.loading import part_loader
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.workers import worker_options
 
@@ -39,19 +40,19 @@ def options_of(way: str, workers: int, data: str) -> dict[str, Any]:
     return options
 
 
-def token_rows(args: Namespace) -> tuple[Dataset, Dataset, Any, Any]:
+def token_rows(args: Namespace) -> tuple[Dataset, Dataset, Any]:
     text = corpus.load(corpus_options(args))
     parts = rows.of_corpus(text, probability=0.15, whole_words=False, seed=1)
     wanted = model.ModelOptions("mlm", "small", None, None, False)
-    return *parts, rows.as_is, lambda: model.build(wanted, text.meta)
+    return *parts, lambda: model.build(wanted, text.meta)
 
 
-def images(args: Namespace) -> tuple[Dataset, Dataset, Any, Any]:
-    """A data set of torchvision as anyone uses it, with its transform, and torch's collate function."""
+def images(args: Namespace) -> tuple[Dataset, Dataset, Any]:
+    """A data set of torchvision as anyone uses it, with its transform."""
     from torchvision import datasets, models, transforms
 
     train_set, test_set = (datasets.FakeData(count, (3, 32, 32), 10, transforms.ToTensor()) for count in (2560, 256))
-    return train_set, test_set, None, lambda: models.resnet18(num_classes=10)
+    return train_set, test_set, lambda: models.resnet18(num_classes=10)
 
 
 def measure(worker: Worker, args: Namespace) -> None:
@@ -59,13 +60,13 @@ def measure(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         options = options_of(args.way, args.data_workers, args.data)
         with group.first_on_node("the data"):
-            train_set, test_set, collate, build = (images if args.data == "images" else token_rows)(args)
-        samples = min(len(train_set), 64 * STEPS)  # type: ignore[arg-type]
+            train_set, test_set, build = (images if args.data == "images" else token_rows)(args)
+        samples = min(len(train_set), 64 * STEPS)
         plan = plan_batches(samples, samples // STEPS, worker.world_size, None)
         sampler = UnevenDistributedSampler(plan, worker.rank, seed=1)
-        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, 16)  # type: ignore[arg-type]
-        train_loader = DataLoader(train_set, batch_sampler=sampler, collate_fn=collate, **options)
-        test_loader = DataLoader(test_set, batch_sampler=shard, collate_fn=collate, **options)
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, 16)
+        train_loader = part_loader(train_set, sampler, seed=1, **options)
+        test_loader = part_loader(test_set, shard, **options)
         build()  # as a trainer does, which takes a moment
         seconds = []
         for epoch in range(2):

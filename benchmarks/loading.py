@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe
 from bert_ddp.text.flags import add_corpus_flags
-from common.launch import cli, start
+from common.launch import cli, start, values
 
 LAYOUTS = {"1 rank": ["-g", "1"], "3 + 1 ranks": ["-n", "2", "-g", "3,1"]}
 WAYS = ("before", "now", "fork", "spawn")
@@ -33,7 +33,7 @@ def flags() -> argparse.ArgumentParser:
     parser = cli.parser(__doc__)
     parser.add_argument("--way", choices=WAYS, default="now")
     parser.add_argument("--data", choices=("token rows", "images"), default="images")
-    parser.add_argument("--data-workers", type=cli.natural_int, default=2)
+    parser.add_argument("--data-workers", type=values.natural_int, default=2)
     add_corpus_flags(parser)
     return parser
 
