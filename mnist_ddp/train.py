@@ -20,6 +20,7 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
+from common.uneven.balance import Balancer
 from common.uneven.batches import micro_batches, move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
@@ -69,6 +70,7 @@ def train(worker: Worker, args: Namespace) -> None:
         empty = move(train_set.get_batch([]), device, precision.dtype)
         model = ddp.wrap(net, plan, timer, lambda model: model(empty.images).sum(), args.compile)
         untrained_loss = math.log(10)  # a guess among ten classes
+        balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
@@ -109,6 +111,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 report.note(step, loss_sum, lr, grad_norm)
+                balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 saves = epoch_ends or report.checkpoint_is_due(step)

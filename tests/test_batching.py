@@ -76,16 +76,19 @@ def test_micro_batches_cut_a_part_and_only_the_last_is_last(length, size, expect
 
 
 def test_shares_that_change_count_from_their_step_on_and_leave_the_global_batch_as_it_is():
-    before = plan_batches(samples=100, global_batch=10, world_size=2)
-    after = before.with_shares((4, 1), from_step=13).with_shares((0, 1), from_step=15)
+    before, after = (plan_batches(samples=100, global_batch=10, world_size=2) for _ in range(2))
+    after.change_shares((4, 1), from_step=13)
+    after.change_shares((0, 1), from_step=15)
     parts = [[len(after.part(step, rank)) for rank in range(2)] for step in range(12, 17)]
     assert parts == [[5, 5], [8, 2], [8, 2], [0, 10], [0, 10]]
     assert [after.global_count(step) for step in range(30)] == [before.global_count(step) for step in range(30)]
 
 
 def test_a_later_change_from_an_earlier_step_takes_the_place_of_the_one_before():
-    plan = plan_batches(100, 10, 2).with_shares((4, 1), from_step=13).with_shares((1, 4), from_step=12)
-    assert plan.shares_from == ((0, (5, 5)), (12, (2, 8)))
+    plan = plan_batches(100, 10, 2)
+    plan.change_shares((4, 1), from_step=13)
+    plan.change_shares((1, 4), from_step=12)
+    assert [plan.shares_at(step) for step in (0, 11, 12, 13, 14)] == [(5, 5), (5, 5), (2, 8), (2, 8), (2, 8)]
 
 
 def test_sums_in_steps_are_those_of_the_samples_of_each_step():

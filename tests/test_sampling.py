@@ -62,8 +62,7 @@ def test_shares_that_change_in_mid_epoch_leave_every_global_batch_as_it_is():
     taken = []
     for step in range(plan.steps_per_epoch):
         if step == 3:
-            for sampler in samplers:
-                sampler.plan = plan.with_shares((5, 0, 1), from_step=2 * plan.steps_per_epoch + step)
+            plan.change_shares((5, 0, 1), from_step=2 * plan.steps_per_epoch + step)
         parts = [next(parts) for parts in running]
         assert (len(parts[1]) == 0) == (step >= 3)
         taken.append(joined(parts))

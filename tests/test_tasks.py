@@ -15,7 +15,7 @@ from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
 from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
-from common.uneven.batching import BatchPlan, plan_batches
+from common.uneven.batching import plan_batches
 from common.uneven.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from tests.harness import SHARED
 from tests.small_bert import save_conll, save_model, save_ner, sentences
@@ -268,9 +268,9 @@ def lengths():
 
 
 def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
-    plan = BatchPlan(203, 50, ((0, (20, 0, 12, 18)),))
+    plan = plan_batches(203, 50, 4, (20, 0, 12, 18))
     samplers = [TokenBalancedSampler(plan, rank, 7, lengths, None, 96) for rank in range(4)]
-    alone = TokenBalancedSampler(BatchPlan(203, 50, ((0, (50,)),)), 0, 7, lengths, None, 96)
+    alone = TokenBalancedSampler(plan_batches(203, 50, 1), 0, 7, lengths, None, 96)
     sums = [one.plan.sums_in_steps(torch.from_numpy(lengths - 2), one.order()) for one in (samplers[3], alone)]
     for step, (parts, whole) in enumerate(zip(zip(*samplers, strict=True), alone, strict=True)):
         assert sorted(row for part in parts for row in part) == sorted(whole)
@@ -320,8 +320,8 @@ def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths
 
 
 def test_changed_shares_count_from_their_step_on(lengths):
-    equal, uneven = (plan_batches(203, 50, 2, weights) for weights in (None, [4, 1]))
-    changed = equal.with_shares([4, 1], from_step=7)  # in the second epoch
+    equal, uneven, changed = (plan_batches(203, 50, 2, weights) for weights in (None, [4, 1], None))
+    changed.change_shares([4, 1], from_step=7)  # in the second epoch
     samplers = [TokenBalancedSampler(plan, 0, 7, lengths, None, 96) for plan in (equal, uneven, changed)]
     for epoch in range(2):
         for sampler in samplers:

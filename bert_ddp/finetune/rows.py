@@ -95,6 +95,11 @@ class Part:
     rows: Rows
     indices: np.ndarray
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens these rows have, without padding."""
+        return int(self.rows.lengths[self.indices].sum())
+
     def by_length(self) -> np.ndarray:
         """The indices, longest row first."""
         return self.indices[np.argsort(-self.rows.lengths[self.indices], kind="stable")]

@@ -28,6 +28,7 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
+from common.uneven.balance import Balancer
 from common.uneven.batches import move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
@@ -87,6 +88,7 @@ def train(worker: Worker, args: Namespace) -> None:
         )  # a row whose label does not count: it stands for no rows
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
         model = ddp.wrap(compiled, plan, timer, lambda model: model(**stand_in.inputs()).logits.sum())
+        balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options)
         for note in found.notes:
             report.line(note)
@@ -130,6 +132,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 report.note(step, loss_sum, float(lr), grad_norm, count)
+                balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 saves = epoch_ends or report.checkpoint_is_due(step)

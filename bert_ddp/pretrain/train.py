@@ -27,6 +27,7 @@ from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
 from common.uneven import ddp
+from common.uneven.balance import Balancer
 from common.uneven.batches import micro_batches, move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
@@ -86,6 +87,7 @@ def train(worker: Worker, args: Namespace) -> None:
             net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile, stand_in=True
         )
         untrained_loss = None if source else bert.untrained_loss(net)
+        balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
@@ -130,6 +132,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 report.note(step, loss_sum, lr, grad_norm, count)
+                balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)

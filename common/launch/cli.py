@@ -32,7 +32,8 @@ LAYOUT = {field.name for field in fields(LayoutFlags)}
 MAY_CHANGE = {
     *LAYOUT,
     *("interface", "join_timeout", "timeout", "work_timeout", "backend"),
-    *("global_batch", "batch_per_gpu", "micro_batch", "shares", "eval_batch", "max_steps", "precision", "compile"),
+    *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
+    *("max_steps", "precision", "compile"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
@@ -145,6 +146,9 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
         "--micro-batch", type=values.positive_int, metavar="B", help="most samples in one forward on a rank"
     )
     group.add_argument("--shares", type=values.shares, metavar="A,B,...", help="each rank's weight in the global batch")
+    group.add_argument(
+        "--balance", choices=("off", "auto"), default="off", help="auto: shares follow the ranks' speeds in training"
+    )
     group.add_argument(
         "--eval-batch", type=values.positive_int, default=1000, metavar="B", help="samples a rank evaluates at once"
     )

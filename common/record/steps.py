@@ -69,7 +69,8 @@ def gather_steps(timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: floa
     sums = torch.stack([one.loss_sum.detach().double() for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock = torch.full_like(sums, unsaved_seconds)
-    mine = torch.stack([sums, *(sums.new_tensor(times) for times in timer.take()), clock, counts])
+    times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
+    mine = torch.stack([sums, *sums.new_tensor(times).T, clock, counts])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     losses, loading, compute, exchange, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)

@@ -11,39 +11,52 @@ Nothing is padded and nothing repeated. Only the last step of an epoch may hold 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 
 @dataclass(frozen=True)
+class Shares:
+    """How each global batch is divided between the ranks, from step `from_step` on."""
+
+    from_step: int
+    weights: tuple[float, ...]  # by rank
+    samples: tuple[int, ...]  # by rank, of a full global batch
+
+
+@dataclass
 class BatchPlan:
     """How an epoch of `samples` samples is cut into optimizer steps, and each step into the ranks' parts.
 
-    `step` counts from the start of training, from 0. Shares may change between two steps; the global batch never does.
+    `step` counts from the start of training, from 0. Shares may change between two steps (`change_shares`); the global
+    batch never does. Sampler, report and trainer hold the same plan, so that a change reaches all of them.
     """
 
     samples: int
     global_batch: int  # samples per optimizer step over all ranks
-    shares_from: tuple[tuple[int, tuple[int, ...]], ...]  # (first step, each rank's part of a full global batch)
+    changes: list[Shares]  # the first one is from step 0 on
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Each rank's part of a full global batch, in samples, after the last change."""
-        return self.shares_from[-1][1]
+        return self.changes[-1].samples
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps that an epoch takes: samples / global_batch, rounded up."""
         return -(-self.samples // self.global_batch)
 
-    def with_shares(self, weights: Sequence[float], from_step: int) -> "BatchPlan":
-        """A plan whose shares follow `weights`, one a rank, from step `from_step` on; earlier steps keep theirs.
+    def change_shares(self, weights: Sequence[float], from_step: int) -> None:
+        """From step `from_step` on, let the shares follow `weights`, one a rank; earlier steps keep theirs.
 
-        A loader that fetches ahead has cut some steps already: choose a `from_step` that it has not reached.
+        Every rank must make the same change. A loader that fetches ahead has cut some steps already: choose a
+        `from_step` that none has reached (`UnevenDistributedSampler.next_step`).
         """
-        earlier = tuple(change for change in self.shares_from if change[0] < from_step)
-        return replace(self, shares_from=(*earlier, (from_step, split(self.global_batch, weights))))
+        assert len(weights) == len(self.shares), (weights, self.shares)
+        while self.changes and self.changes[-1].from_step >= from_step:
+            self.changes.pop()
+        self.changes.append(Shares(from_step, tuple(weights), split(self.global_batch, weights)))
 
     def begin(self, step: int) -> int:
         """Position of step `step`'s first sample in its epoch's order."""
@@ -55,7 +68,14 @@ class BatchPlan:
 
     def shares_at(self, step: int) -> tuple[int, ...]:
         """Each rank's part of a full global batch at step `step`, in samples."""
-        return next((shares for first, shares in reversed(self.shares_from) if first <= step), self.shares_from[0][1])
+        return self._at(step).samples
+
+    def weights_at(self, step: int) -> tuple[float, ...]:
+        """What the shares of step `step` follow, one number a rank."""
+        return self._at(step).weights
+
+    def _at(self, step: int) -> Shares:
+        return next(change for change in reversed(self.changes) if change.from_step <= step)
 
     def part(self, step: int, rank: int) -> range:
         """Rank `rank`'s part of step `step`, as positions in the epoch's order."""
@@ -79,7 +99,7 @@ def plan_batches(samples: int, global_batch: int, world_size: int, weights: Sequ
     """A BatchPlan with equal shares, or shares in proportion to `weights`, one number a rank."""
     weights = weights or [1.0] * world_size
     assert len(weights) == world_size, (weights, world_size)
-    return BatchPlan(samples, global_batch, ((0, split(global_batch, weights)),))
+    return BatchPlan(samples, global_batch, [Shares(0, tuple(weights), split(global_batch, weights))])
 
 
 def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:

@@ -28,18 +28,20 @@ class UnevenDistributedSampler(Sampler[list[int]]):
     """For each optimizer step of an epoch, the indices of this rank's part; possibly none.
 
     The epoch's order is a permutation drawn from (seed, epoch) alone, so every layout sees the same global batches.
-    Call `set_epoch` before each epoch, as with torch's DistributedSampler. `plan` may be replaced at any time by one
-    with other shares for steps that have not been handed out (`BatchPlan.with_shares`).
+    Call `set_epoch` before each epoch, as with torch's DistributedSampler. The plan's shares may change from
+    `next_step` on: the first step that has not been handed out. A loader's processes fetch ahead, so that may be far
+    beyond the step that is training.
     """
 
     def __init__(self, plan: BatchPlan, rank: int, seed: int, shuffle: bool = True):
         self.plan, self.rank, self.seed, self.shuffle = plan, rank, seed, shuffle
-        self.epoch = self.skip_steps = 0
+        self.epoch = self.skip_steps = self.next_step = 0
         self.drawn, self.drawn_epoch = torch.empty(0, dtype=torch.int64), -1
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Use the order of epoch `epoch`, and skip its first `skip_steps` steps, which a resumed run has done."""
         self.epoch, self.skip_steps = epoch, skip_steps
+        self.next_step = epoch * self.plan.steps_per_epoch + skip_steps
 
     def order(self) -> torch.Tensor:
         """This epoch's order of samples, the same on every rank: int64 (samples,)."""
@@ -54,11 +56,15 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         return torch.randperm(self.plan.samples, generator=generator)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self.order()
         first = self.epoch * self.plan.steps_per_epoch
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
-            part = self.plan.part(step, self.rank)
-            yield Indices(order[part.start : part.stop].tolist(), self.epoch)
+            self.next_step = step + 1
+            yield Indices(self.rows(step), self.epoch)
+
+    def rows(self, step: int) -> list[int]:
+        """This rank's samples of step `step`, which must be in the epoch of `set_epoch`."""
+        part = self.plan.part(step, self.rank)
+        return self.order()[part.start : part.stop].tolist()
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch - self.skip_steps

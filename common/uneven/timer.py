@@ -1,7 +1,9 @@
 """What this rank spends each optimizer step's time on, measured without synchronising the device."""
 
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +12,27 @@ from common.errors import UserError
 from common.uneven.loading import require_part_loader
 
 END = object()  # what `next` returns after a loader's last item
+KEPT_STEPS = 64  # that `latest` can give
+
+Marks = dict[str, Any]  # name -> a CUDA event, or the seconds of the clock
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where one optimizer step of this rank has spent its time, in milliseconds."""
+
+    loading: float
+    passes: float  # forward and backward, until this rank's gradients are ready
+    exchange: float
+    update: float  # clipping and the optimizer, the same for any share
+
+    @property
+    def compute(self) -> float:
+        return self.passes + self.update
 
 
 class StepTimer:
-    """Five marks a step:  begin ..loading.. loaded ..compute.. ready ..exchange.. reduced ..compute.. end
+    """Five marks a step:  begin ..loading.. loaded ..passes.. ready ..exchange.. reduced ..update.. end
 
     `loading` is the time that the step waits for its item; what a loader's workers do meanwhile costs nothing.
     `exchange` is the time that the all-reduce adds after this rank's own gradients are ready: the wait for slower
@@ -24,8 +43,9 @@ class StepTimer:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.done: list[dict[str, Any]] = []
-        self.current: dict[str, Any] = {}
+        self.done: list[Marks] = []  # since `take`
+        self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
+        self.current: Marks = {}
 
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
@@ -69,25 +89,27 @@ class StepTimer:
         """Mark the end of the optimizer step."""
         self.mark("end")
         self.done.append(self.current)
+        self.last_done.append(self.current)
         self.current = {}
 
     def forget(self) -> None:
         """Drop the marks of the current step."""
         self.current = {}
 
-    def take(self) -> tuple[list[float], list[float], list[float]]:
-        """(loading, compute, exchange) in milliseconds of each step since the last call.
+    def take(self) -> list[StepTimes]:
+        """The times of each step since the last call. On CUDA this waits for the device."""
+        done, self.done = self.done, []
+        return self._times(done)
 
-        On CUDA this waits for the device.
-        """
+    def latest(self, steps: int) -> list[StepTimes]:
+        """The times of the last `steps` steps, at most 64. On CUDA this waits for the device."""
+        return self._times(list(self.last_done)[-steps:])
+
+    def _times(self, done: Sequence[Marks]) -> list[StepTimes]:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        steps, self.done = self.done, []
-        loading = [_milliseconds(step["begin"], step["loaded"]) for step in steps]
-        exchange = [_milliseconds(step["ready"], step["reduced"]) for step in steps]
-        total = [_milliseconds(step["begin"], step["end"]) for step in steps]
-        compute = [whole - load - part for whole, load, part in zip(total, loading, exchange, strict=True)]
-        return loading, compute, exchange
+        pairs = [("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end")]
+        return [StepTimes(*(_milliseconds(marks[start], marks[end]) for start, end in pairs)) for marks in done]
 
 
 def _length(loader: Iterable[Any]) -> int | None:

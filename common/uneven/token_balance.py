@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from common.uneven.batching import BatchPlan
-from common.uneven.sampling import Indices, UnevenDistributedSampler
+from common.uneven.sampling import UnevenDistributedSampler
 
 # What one more forward and backward costs besides its tokens, in tokens. On a CPU that is mostly the gradient of the
 # embedding, which is as large as the vocabulary; on a GPU it is the launches of kernels that have little work each.
@@ -90,13 +90,12 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         begin = self.plan.begin(step)
         rows = self.order().numpy()[begin : begin + self.plan.global_count(step)]
         rows = rows[np.lexsort((rows, -self.lengths[rows]))]
-        borders = cut_parts(self.lengths[rows], self.plan.shares_at(step), self.most_rows, self.pass_tokens)
+        borders = cut_parts(self.lengths[rows], self.plan.weights_at(step), self.most_rows, self.pass_tokens)
         return rows[borders[rank] : borders[rank + 1]]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.epoch * self.plan.steps_per_epoch
-        for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
-            yield Indices(self.part(step, self.rank).tolist(), self.epoch)
+    def rows(self, step: int) -> list[int]:
+        """This rank's samples of step `step`, longest first."""
+        return self.part(step, self.rank).tolist()
 
 
 class SortedShard(Sampler[list[int]]):

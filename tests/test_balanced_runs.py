@@ -1,0 +1,74 @@
+"""Runs whose shares follow the ranks' speeds: the slow rank gets less, and the result stays the same."""
+
+import pytest
+
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+from tests.test_exactness import altered
+
+# 1,438 samples: 14 steps an epoch, so that shares change in mid-epoch, and a tail of 8 samples
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 110)
+FORWARD = "logits = model(micro.images)"
+SLOW = "time.sleep(len(micro.labels) * (1e-3 if worker.rank == 1 else 2e-4))"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one-process")
+    play(MNIST, (1,), folder, *FLAGS, "--epochs", 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def slow_rank(tmp_path_factory):
+    """The MNIST trainer, with a rank 1 that takes about five times as long for a sample as the others."""
+    changes = {FORWARD: f"{SLOW}; {FORWARD}", "import torch\n": "import time, torch\n"}
+    return altered(tmp_path_factory.mktemp("slow-rank") / "slow_ddp", changes)
+
+
+@pytest.fixture(scope="module")
+def balanced(slow_rank, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("balanced")
+    play(slow_rank, (3, 1), folder, *FLAGS, "--epochs", 3, "--balance", "auto")
+    return folder
+
+
+def test_the_slow_rank_gets_fewer_samples_from_step_20_on(balanced):
+    found = [row["shares"] for row in rows(balanced, "ranks") if row["step"] > 20]
+    assert found and all(shares[1] <= min(shares) and shares[1] <= 0.6 * max(shares) for shares in found)
+    assert all(sum(shares) == 110 for shares in found)
+
+
+def test_losses_and_weights_are_those_of_one_process_though_shares_change(balanced, one_process):
+    assert losses(balanced) == pytest.approx(losses(one_process), abs=1e-12)
+    assert largest_difference(weights(balanced), weights(one_process)) < 1e-10
+
+
+def test_it_resumes_on_another_layout_in_mid_epoch_with_shares_of_its_own(slow_rank, one_process, tmp_path):
+    flags = (*FLAGS, "--epochs", 3, "--balance", "auto", "--save-every", 17)
+    play(slow_rank, (3, 1), tmp_path, *flags, "--max-steps", 17)
+    play(slow_rank, (2,), tmp_path, *flags, "--resume")
+    assert losses(tmp_path) == pytest.approx(losses(one_process), abs=1e-12)
+    assert largest_difference(weights(tmp_path), weights(one_process)) < 1e-10
+
+
+def test_without_the_flag_shares_stay_as_they_are(slow_rank, tmp_path):
+    play(slow_rank, (1, 1), tmp_path, *FLAGS, "--max-steps", 20)
+    assert all(row["shares"] == [55, 55] for row in rows(tmp_path, "ranks"))
+
+
+def test_one_process_alone_has_nothing_to_balance(tmp_path):
+    play(MNIST, (1,), tmp_path, *FLAGS, "--max-steps", 20, "--balance", "auto")
+    assert all(row["shares"] == [110] for row in rows(tmp_path, "ranks"))
+
+
+def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
+    changes = {
+        "net = ConvNet(train_set.side)": "net = global_batch_norm(torch.nn.Sequential(ConvNet(train_set.side), BN(10)))",
+        "import torch\n": "import torch\nfrom torch.nn import BatchNorm1d as BN\n"
+        "from common.uneven.global_batch import global_batch_norm\n",
+    }
+    trainer = altered(tmp_path / "waiting_ddp", changes)
+    for node in playing(trainer, nodes_of((1, 1), tmp_path, *FLAGS, "--balance", "auto"), tmp_path).results():
+        assert node.code == 2
+        assert "--balance auto times each rank's forward, which waits for the other ranks" in node.output
+        assert "Traceback" not in node.output
