@@ -46,7 +46,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with group.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
-        global_batch = cli.global_batch(args, worker.world_size)
+        global_batch, micro_batch = cli.global_batch(args, worker.world_size), cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed)
@@ -96,7 +96,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)
-                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
+                for micro, is_last in micro_batches(part, mine, micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits = model(micro.images)

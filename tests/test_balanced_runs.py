@@ -63,8 +63,8 @@ def test_one_process_alone_has_nothing_to_balance(tmp_path):
 
 def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
     changes = {
-        "net = ConvNet(train_set.side)": "net = global_batch_norm(torch.nn.Sequential(ConvNet(train_set.side), BN(10)))",
-        "import torch\n": "import torch\nfrom torch.nn import BatchNorm1d as BN\n"
+        "net = ConvNet(train_set.side)": "net = global_batch_norm(nn.Sequential(ConvNet(train_set.side), BN(10)))",
+        "import torch\n": "import torch\nfrom torch import nn\nfrom torch.nn import BatchNorm1d as BN\n"
         "from common.uneven.global_batch import global_batch_norm\n",
     }
     trainer = altered(tmp_path / "waiting_ddp", changes)
@@ -72,3 +72,8 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert node.code == 2
         assert "--balance auto times each rank's forward, which waits for the other ranks" in node.output
         assert "Traceback" not in node.output
+
+
+def test_a_micro_batch_of_its_own_for_each_rank_changes_nothing(one_process, tmp_path):
+    play(MNIST, (2, 1), tmp_path, *FLAGS, "--epochs", 3, "--micro-batch", "2x30,7")
+    assert losses(tmp_path) == pytest.approx(losses(one_process), abs=1e-12)

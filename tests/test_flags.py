@@ -67,3 +67,32 @@ def test_the_warm_up_is_given_in_steps_or_as_a_part_of_all_steps(script, given, 
 def test_any_other_warm_up_is_refused(given):
     with pytest.raises(argparse.ArgumentTypeError, match="give steps, such as 500, or a part of all, such as 10%"):
         values.steps_or_percent(given)
+
+
+@pytest.mark.parametrize("text, weights", [
+    ("4,4,1", (4, 4, 1)),
+    ("8x1.0,2x0.5", (1.0,) * 8 + (0.5,) * 2),
+    ("1,2x3", (1, 3, 3)),
+    ("2x0,1", (0, 0, 1)),
+])  # fmt: skip
+def test_shares_are_a_weight_a_rank_or_how_many_ranks_have_it(text, weights):
+    assert values.shares(text) == weights
+
+
+@pytest.mark.parametrize("text", ["", "0,0", "1,-1", "nan", "inf", "2x", "x2", "1.5x1", "-1x2", "1,,2", "a"])
+def test_shares_that_are_not_weights_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: name a weight of 0 or more for each rank"):
+        values.shares(text)
+
+
+@pytest.mark.parametrize("text, sizes", [("32", 32), ("32,32,16", (32, 32, 16)), ("2x32,16", (32, 32, 16))])
+def test_a_micro_batch_is_one_number_or_one_a_rank(text, sizes):
+    assert values.micro_batch(text) == sizes
+    args = argparse.Namespace(micro_batch=sizes)
+    assert [cli.micro_batch(args, rank) for rank in range(3)] == ([32] * 3 if text == "32" else [32, 32, 16])
+
+
+@pytest.mark.parametrize("text", ["0", "", "1,0", "1.5", "-3", "2x", "auto,3"])
+def test_a_micro_batch_that_is_no_number_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: give a whole number of 1 or more"):
+        values.micro_batch(text)

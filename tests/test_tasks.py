@@ -269,8 +269,8 @@ def lengths():
 
 def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
     plan = plan_batches(203, 50, 4, (20, 0, 12, 18))
-    samplers = [TokenBalancedSampler(plan, rank, 7, lengths, None, 96) for rank in range(4)]
-    alone = TokenBalancedSampler(plan_batches(203, 50, 1), 0, 7, lengths, None, 96)
+    samplers = [TokenBalancedSampler(plan, rank, 7, lengths, 96) for rank in range(4)]
+    alone = TokenBalancedSampler(plan_batches(203, 50, 1), 0, 7, lengths, 96)
     sums = [one.plan.sums_in_steps(torch.from_numpy(lengths - 2), one.order()) for one in (samplers[3], alone)]
     for step, (parts, whole) in enumerate(zip(zip(*samplers, strict=True), alone, strict=True)):
         assert sorted(row for part in parts for row in part) == sorted(whole)
@@ -281,7 +281,7 @@ def test_the_ranks_parts_of_every_step_are_the_global_batch_exactly(lengths):
 def test_tokens_with_padding_follow_the_shares_within_a_row(lengths):
     falling = np.sort(lengths)[::-1]
     shares = (3.0, 1.0, 2.0)
-    borders = cut_parts(falling, shares, None, 96)
+    borders = cut_parts(falling, shares, 96)
     cuts = cut_passes(falling, None, 96)
     padded = np.repeat(falling[cuts[:-1]], np.diff(cuts))
     for share, begin, end in zip(shares, borders[:-1], borders[1:], strict=True):
@@ -312,7 +312,7 @@ def test_evaluation_takes_each_row_once_on_any_number_of_ranks(lengths):
 def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths):
     plans = [plan_batches(203, 32, 4, weights) for weights in (None, [5, 1, 1, 1])]
     for plan in plans:
-        sampler = TokenBalancedSampler(plan, 0, 1, lengths, None, 96)
+        sampler = TokenBalancedSampler(plan, 0, 1, lengths, 96)
         sampler.set_epoch(2)
         order, steps = sampler.order().numpy(), range(2 * 7, 3 * 7)  # of the third epoch
         everyone = [sorted(row for rank in range(4) for row in sampler.part(step, rank)) for step in steps]
@@ -322,7 +322,7 @@ def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths
 def test_changed_shares_count_from_their_step_on(lengths):
     equal, uneven, changed = (plan_batches(203, 50, 2, weights) for weights in (None, [4, 1], None))
     changed.change_shares([4, 1], from_step=7)  # in the second epoch
-    samplers = [TokenBalancedSampler(plan, 0, 7, lengths, None, 96) for plan in (equal, uneven, changed)]
+    samplers = [TokenBalancedSampler(plan, 0, 7, lengths, 96) for plan in (equal, uneven, changed)]
     for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)

@@ -57,9 +57,9 @@ def train(worker: Worker, args: Namespace) -> None:
             found = data.load(wanted, tokenizer, length)
         group.agree(**{"data, labels and vocabulary, fingerprint": found.fingerprint})
         rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
+        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
-        most_rows, pass_tokens = args.micro_batch, PASS_TOKENS[device.type]
-        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, most_rows, pass_tokens)
+        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, PASS_TOKENS[device.type])
         train_loader = part_loader(rows, sampler, args.seed)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
@@ -69,7 +69,7 @@ def train(worker: Worker, args: Namespace) -> None:
             net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         speed.tune(net, device, same_sizes=False)
-        cut = choose_passes(net, rows, device, args.micro_batch, args.compile)
+        cut = choose_passes(net, rows, device, micro_batch, args.compile)
         net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs

@@ -55,7 +55,7 @@ def train(worker: Worker, args: Namespace) -> None:
             text = corpus.load(corpus_options(args), source, worker.rank)
         group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
         train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
-        global_batch = cli.global_batch(args, worker.world_size)
+        global_batch, micro_batch = cli.global_batch(args, worker.world_size), cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed, **loading)
@@ -116,7 +116,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)
-                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
+                for micro, is_last in micro_batches(part, mine, micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                             logits, next_logits = model(**micro.inputs)

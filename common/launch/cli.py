@@ -143,9 +143,17 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
         "--batch-per-gpu", type=values.positive_int, metavar="B", help="instead: global batch = B x ranks"
     )
     group.add_argument(
-        "--micro-batch", type=values.positive_int, metavar="B", help="most samples in one forward on a rank"
+        "--micro-batch",
+        type=values.micro_batch,
+        metavar="B|A,B,...",
+        help="most samples in one forward, on every rank, or on each: 32,32,16 or 8x32,2x16",
     )
-    group.add_argument("--shares", type=values.shares, metavar="A,B,...", help="each rank's weight in the global batch")
+    group.add_argument(
+        "--shares",
+        type=values.shares,
+        metavar="A,B,...",
+        help="each rank's weight in the global batch: 4,4,1 or 8x1,2x0.5",
+    )
     group.add_argument(
         "--balance", choices=("off", "auto"), default="off", help="auto: shares follow the ranks' speeds in training"
     )
@@ -212,15 +220,26 @@ def check_training(args: argparse.Namespace, layout: Layout) -> None:
         raise UserError(
             "--eval-only has nothing to evaluate: name a checkpoint with --resume PATH, or --resume for the last"
         )
-    if args.shares and len(args.shares) != layout.world_size:
-        raise UserError(
-            f"--shares has {len(args.shares)} weights, but the job has {layout.world_size} ranks: give each rank one"
-        )
+    for flag, numbers in (("--shares", args.shares), ("--micro-batch", args.micro_batch)):
+        if isinstance(numbers, tuple) and len(numbers) != layout.world_size:
+            raise UserError(
+                f"{flag} has {_plural(len(numbers), 'number')}, but the job has {_plural(layout.world_size, 'rank')}: "
+                "give each rank one"
+            )
 
 
 def global_batch(args: argparse.Namespace, world_size: int) -> int:
     """Samples per optimizer step over all ranks, from --global-batch or --batch-per-gpu."""
     return args.batch_per_gpu * world_size if args.batch_per_gpu else args.global_batch
+
+
+def micro_batch(args: argparse.Namespace, rank: int) -> int | None:
+    """The most samples in one forward on this rank; None for all at once."""
+    return args.micro_batch[rank] if isinstance(args.micro_batch, tuple) else args.micro_batch
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def recipe(args: argparse.Namespace) -> dict[str, Any]:

@@ -83,12 +83,34 @@ def gpus_per_node(text: str) -> tuple[int, ...]:
 
 
 def shares(text: str) -> tuple[float, ...]:
-    try:
-        weights = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        weights = ()
+    """A weight for each rank: 4,4,1, or 8x1,2x0.5 for eight ranks and two."""
+    weights = _by_rank(text, float)
     if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: name a weight of 0 or more for each rank, such as 4,4,1"
+            f"{text!r} is not allowed: name a weight of 0 or more for each rank, one of them above 0, such as 4,4,1 or "
+            "8x1,2x0.5"
         )
     return weights
+
+
+def micro_batch(text: str) -> int | tuple[int, ...]:
+    """One number for all ranks, or one for each: 32, or 8x32,2x16 for eight ranks and two."""
+    sizes = _by_rank(text, int)
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give a whole number of 1 or more, such as 32, or one for each rank, such as "
+            "32,32,16 or 8x32,2x16"
+        )
+    return sizes if "," in text or "x" in text else sizes[0]
+
+
+def _by_rank(text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    """8x1.0,2x0.5 as ten numbers; nothing where the text is something else."""
+    numbers: list[Any] = []
+    try:
+        for part in text.split(","):
+            times, by, number = part.rpartition("x")
+            numbers += [kind(number)] * (int(times) if by else 1)
+    except ValueError:
+        return ()
+    return tuple(numbers)

@@ -21,6 +21,7 @@ from common.uneven.batching import BatchPlan
 
 # of a step's time: its name in "ranks" rows -> in the summary
 TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
+SAID_AGAIN = 0.2  # a share that has changed by this part of itself is worth a line
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
 
@@ -41,7 +42,7 @@ class Output:
         """Open the files and print the header. Raises RunError where `folder` cannot be written."""
         self.plan, self.options, self.folder = plan, options, folder
         self.first_step = self.last_step = first_step
-        self.samples = 0
+        self.samples, self.said_shares = 0, plan.shares
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
         layout = group.worker.layout
         try:
@@ -78,7 +79,13 @@ class Output:
         self.metrics.write("ranks", self.last_step, training_seconds=seconds, shares=shares, **means)
         for name, part in times.items():
             self.spent_ms[TIMES[name]] += float(part.mean(dim=0).sum())
+        self._say_new_shares(shares)
         self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
+
+    def _say_new_shares(self, shares: tuple[int, ...]) -> None:
+        if any(abs(now - said) > SAID_AGAIN * said for now, said in zip(shares, self.said_shares, strict=True)):
+            self.said_shares = shares
+            self.terminal.line(f"step {self.last_step}: shares by speed: {wording.runs(shares)}")
 
     def evaluation(self, step: int, numbers: Mapping[str, float], clock: Clock) -> None:
         self.metrics.write("eval", step, training_seconds=round(clock.seconds, 3), **numbers)

@@ -26,7 +26,8 @@ def plot_curves(metrics: Path, picture: Path) -> None:
 
 def draw_curves(rows: Rows) -> Any:
     """A matplotlib Figure with a panel for the loss, one for measures between 0 and 1, one for measures of other
-    scales, such as perplexity, and one for time by rank; without those that would be empty."""
+    scales, such as perplexity, one for time by rank, and two for shares that change; without those that would be
+    empty."""
     from matplotlib.figure import Figure
 
     train, evals, ranks = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval", "ranks"))
@@ -36,6 +37,9 @@ def draw_curves(rows: Rows) -> Any:
     widths = [PANEL_INCHES] * (1 + bool(fractions) + bool(others))
     if ranks:
         widths.append(max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT)))
+    changing = any(row["shares"] != ranks[0]["shares"] for row in ranks)
+    if changing:
+        widths += [PANEL_INCHES] * 2
     figure = Figure(figsize=(sum(widths), 4.2), dpi=110, layout="constrained")
     left = iter(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
     _plot_losses(next(left), train, evals)
@@ -45,6 +49,9 @@ def draw_curves(rows: Rows) -> Any:
         _plot_measures(next(left), others, "Held out, other scales")
     if ranks:
         _plot_ranks(next(left), [row for row in ranks if row["shares"] == ranks[-1]["shares"]])
+    if changing:
+        _plot_over_time(next(left), ranks, ["shares"], "Shares", f"samples of {sum(ranks[-1]['shares']):,} a step")
+        _plot_over_time(next(left), ranks, ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)", "ms a step")
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     return figure
@@ -101,6 +108,23 @@ def _plot_ranks(axes: Any, rows: Rows) -> None:
         axes.set_xlabel("rank (above: its share, and its rate while it computes)")
         rates = [f"{share / ms * 1e3:,.0f}/s" if ms else "" for share, ms in zip(shares, times["compute"], strict=True)]
         _write_above(axes, tops, list(zip(map(str, shares), rates, strict=True)))
+
+
+def _plot_over_time(axes: Any, rows: Rows, names: list[str], title: str, unit: str) -> None:
+    """A line a rank for each of the numbers `names` of "ranks" rows; the second one is dotted."""
+    count = len(rows[0]["shares"])
+    steps = [row["step"] for row in rows]
+    for rank in range(count):
+        label = f"rank {rank}" if count <= SIDE_BY_SIDE * 2 else None
+        for name, style in zip(names, ("-", ":"), strict=False):
+            axes.plot(
+                steps, [row[name][rank] for row in rows], style, color=f"C{rank % 10}", label=label, linewidth=1.2
+            )
+            label = None
+    axes.set(xlabel="optimizer step", ylabel=unit, title=title)
+    axes.set_ylim(bottom=0)
+    if count <= SIDE_BY_SIDE * 2:
+        axes.legend()
 
 
 def _write_above(axes: Any, tops: list[float], figures: list[tuple[str, str]]) -> None:

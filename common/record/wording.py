@@ -17,12 +17,13 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
     micro_batch = options.flags.get("micro_batch") or max(plan.shares)
+    most = runs(micro_batch) if isinstance(micro_batch, list) else str(micro_batch)
     lines = {
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
         "devices": "; ".join(f"{host}: {_counted(names)}" for (_, host), names in hosts.items()),
         "backend": f"{group.backend}, {options.flags['precision']}",
-        "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {_runs(plan.shares)}, "
-        f"micro-batches of at most {micro_batch}",
+        "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
+        f"micro-batches of at most {most}",
         **facts,
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
@@ -39,7 +40,7 @@ def _measure(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _runs(values: Sequence[int]) -> str:
+def runs(values: Sequence[int]) -> str:
     """(64, 64, 64, 32) -> '64 x3, 32'."""
     parts: list[list[int]] = []
     for value in values:

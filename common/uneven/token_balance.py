@@ -47,13 +47,14 @@ def cut_passes(lengths: np.ndarray, most_rows: int | None, pass_tokens: int) -> 
     return cuts[::-1]
 
 
-def cut_parts(lengths: np.ndarray, shares: Sequence[float], most_rows: int | None, pass_tokens: int) -> list[int]:
+def cut_parts(lengths: np.ndarray, shares: Sequence[float], pass_tokens: int) -> list[int]:
     """Where to cut rows of falling `lengths` (rows,) into the ranks' parts: [0, ..., rows], one more than `shares`.
 
     A row costs what it takes in its pass: the length of the longest row there. What a part costs differs from its
-    share by less than the cost of one row.
+    share by less than the cost of one row. Every rank must find the same cuts, so the micro-batch of a rank, which may
+    be its own, does not count.
     """
-    cuts = cut_passes(lengths, most_rows, pass_tokens)
+    cuts = cut_passes(lengths, None, pass_tokens)
     sizes = np.diff(cuts)
     longest = lengths[np.asarray(cuts[:-1], dtype=np.int64)] if len(lengths) else lengths
     ends = np.concatenate([[0], np.cumsum(np.repeat(longest, sizes))])
@@ -68,8 +69,7 @@ class TokenBalancedSampler(UnevenDistributedSampler):
     """For each optimizer step of an epoch, the rows of this rank's part, longest first; possibly none.
 
     The global batches are those of UnevenDistributedSampler; only the ranks' parts of them differ. For any data set
-    whose lengths are known: `lengths` (samples,) in tokens. `most_rows` is the most rows in one forward, and
-    `pass_tokens` what one more forward costs, in tokens; without them a part goes through the model at once.
+    whose lengths are known: `lengths` (samples,) in tokens. `pass_tokens` is what one more forward costs, in tokens.
     """
 
     def __init__(
@@ -78,11 +78,10 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         rank: int,
         seed: int,
         lengths: Sequence[int] | np.ndarray,
-        most_rows: int | None = None,
         pass_tokens: int = 0,
     ):
         super().__init__(plan, rank, seed)
-        self.lengths, self.most_rows, self.pass_tokens = np.asarray(lengths), most_rows, pass_tokens
+        self.lengths, self.pass_tokens = np.asarray(lengths), pass_tokens
         assert len(self.lengths) == plan.samples, (len(self.lengths), plan.samples)
 
     def part(self, step: int, rank: int) -> np.ndarray:
@@ -90,7 +89,7 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         begin = self.plan.begin(step)
         rows = self.order().numpy()[begin : begin + self.plan.global_count(step)]
         rows = rows[np.lexsort((rows, -self.lengths[rows]))]
-        borders = cut_parts(self.lengths[rows], self.plan.weights_at(step), self.most_rows, self.pass_tokens)
+        borders = cut_parts(self.lengths[rows], self.plan.weights_at(step), self.pass_tokens)
         return rows[borders[rank] : borders[rank + 1]]
 
     def rows(self, step: int) -> list[int]:
