@@ -79,7 +79,7 @@ def test_shares_are_a_weight_a_rank_or_how_many_ranks_have_it(text, weights):
     assert values.shares(text) == weights
 
 
-@pytest.mark.parametrize("text", ["", "0,0", "1,-1", "nan", "inf", "2x", "x2", "1.5x1", "-1x2", "1,,2", "a"])
+@pytest.mark.parametrize("text", ["", "0,0", "1,-1", "nan", "inf", "2x", "x2", "1.5x1", "-1x2", "4,-1x2", "1,,2", "a"])
 def test_shares_that_are_not_weights_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not allowed: name a weight of 0 or more for each rank"):
         values.shares(text)

@@ -110,7 +110,10 @@ def _by_rank(text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     try:
         for part in text.split(","):
             times, by, number = part.rpartition("x")
-            numbers += [kind(number)] * (int(times) if by else 1)
+            count = int(times) if by else 1
+            if count < 1:
+                return ()
+            numbers += [kind(number)] * count
     except ValueError:
         return ()
     return tuple(numbers)

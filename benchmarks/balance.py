@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""What `--balance auto` wins where ranks differ in speed: steps per second against equal shares, beside the ceiling.
+
+    balance.py [--repeat 3] [--only CELL,...] [--data-dir data] [--plot docs/balance.png]
+
+Each rank is a node of its own, in a control group that gives it a fraction of a core. With equal shares the slowest
+rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). The
+ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds in the middle of a run and shows how
+many steps the shares need to follow. Needs root, for the control groups.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cores import Cores
+from benchmarks.data import require_mnist
+from benchmarks.machine import describe
+from common.launch.addresses import free_port
+
+FIRST_STEP = 20
+MNIST = ["mnist_ddp/mnist-distributed.py", "--global-batch", "1024"]
+BERT = [
+    *("bert_ddp/bert-distributed.py", "--preset", "tiny", "--dropout", "0", "--vocab-size", "2000"),
+    *("--sequence-length", "64", "--global-batch", "128"),
+]
+TRAINERS = {"MNIST": MNIST, "BERT": BERT}
+SPEEDS = {
+    "two": (1.0, 0.25),
+    "four": (0.45, 0.45, 0.45, 0.18),
+    "equal": (0.95, 0.95),
+}
+
+
+class Job:
+    """A run with one rank in each control group."""
+
+    def __init__(self, trainer: str, cores: list[Cores], folder: Path, flags: list[str]):
+        self.folder, port, count = folder, str(free_port()), len(cores)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        layout = ["-n", str(count), "-g", ",".join("1" * count), "--master-addr", "127.0.0.1", "--master-port", port]
+        command = [sys.executable, *TRAINERS[trainer], *layout, *flags, "--device", "cpu", "--out-dir", str(folder)]
+        self.log = folder / "nodes.log"
+        folder.mkdir()
+        with self.log.open("w") as log:
+            self.nodes = [
+                subprocess.Popen(
+                    [*command, "-i", str(number)], cwd=ROOT, env=environ, stdout=log, stderr=log, preexec_fn=one.enter
+                )
+                for number, one in enumerate(cores)
+            ]
+
+    def rows(self, kind: str = "ranks") -> list[dict]:
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def wait(self) -> None:
+        if [code for code in [node.wait() for node in self.nodes] if code]:
+            sys.exit(f"balance.py: a run has failed:\n{self.log.read_text()}")
+
+
+def steps_per_second(rows: list[dict]) -> float:
+    """From the first row at or after step 20 to the last."""
+    first, last = next(row for row in rows if row["step"] >= FIRST_STEP), rows[-1]
+    return (last["step"] - first["step"]) / (last["training_seconds"] - first["training_seconds"])
+
+
+def measure(trainer: str, speeds: tuple[float, ...], flags: list[str]) -> tuple[float, list[dict]]:
+    """(steps per second, rows) of one run."""
+    cores = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(speeds)]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(trainer, cores, Path(folder) / "run", flags)
+        job.wait()
+        rows = job.rows()
+    for one in cores:
+        one.remove()
+    return steps_per_second(rows), rows
+
+
+def compare(trainer: str, name: str, flags: list[str], repeat: int) -> list[dict]:
+    """Print a row of the table. Returns the rows of the last balanced run."""
+    speeds, found = SPEEDS[name], {"off": [], "auto": []}
+    for _ in range(repeat):
+        for way in found:
+            rate, rows = measure(trainer, speeds, [*flags, "--balance", way])
+            found[way].append(rate)
+    equal, auto = (statistics.median(rates) for rates in found.values())
+    ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
+    ceiling = sum(speeds) / (len(speeds) * min(speeds))
+    cells = [trainer, " ".join(map(str, speeds)), f"{equal:.2f}", f"{auto:.2f}", f"{ratio:.2f}", f"{ceiling:.2f}"]
+    print(
+        "| " + " | ".join([*cells, f"{ratio / ceiling:.2f}", " ".join(map(str, rows[-1]["shares"]))]) + " |", flush=True
+    )
+    return rows
+
+
+def follow(trainer: str, flags: list[str], before: tuple[float, float], after: tuple[float, float]) -> list[dict]:
+    """Change the speeds in the middle of a run, and print when the shares have followed."""
+    cores = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(before)]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(trainer, cores, Path(folder) / "run", [*flags, "--balance", "auto"])
+        while not (rows := job.rows()) or rows[-1]["step"] < 40:
+            time.sleep(0.01)
+            if any(node.poll() for node in job.nodes):
+                break
+        for one, speed in zip(cores, after, strict=True):
+            one.set(speed)
+        changed = job.rows()[-1]["step"]
+        job.wait()
+        rows = job.rows()
+    for one in cores:
+        one.remove()
+    batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
+    there = next(
+        (row["step"] for row in rows if row["step"] > changed and abs(row["shares"][0] / batch - wanted) < 0.1), None
+    )
+    print(
+        f"{trainer}: speeds {before} become {after} about step {changed}: shares {rows[-1]['shares']} at the end, "
+        f"within a tenth of them at step {there}",
+        flush=True,
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--only", default="two,four,equal,changes")
+    parser.add_argument("--steps", type=int, default=120)
+    args = parser.parse_args()
+    require_mnist(args.data_dir)
+    flags = {name: ["--max-steps", str(args.steps), "--log-every", "1"] for name in TRAINERS}
+    flags["MNIST"] += ["--data-dir", str(args.data_dir.resolve())]
+    flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
+    only = args.only.split(",")
+    print("| trainer | speeds | equal: steps/s | auto: steps/s | ratio | ceiling | part of it | shares at the end |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in (name for name in SPEEDS if name in only):
+        for trainer in TRAINERS:
+            compare(trainer, name, flags[trainer], args.repeat)
+    if "changes" in only:
+        print()
+        for trainer in TRAINERS:
+            follow(trainer, flags[trainer], (1.0, 0.25), (0.25, 1.0))
+            follow(trainer, flags[trainer], (0.25, 1.0), (1.0, 1.0))
+    print(f"\nMedian of {args.repeat}. {describe()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Fractions of a core for processes, through Linux's control groups: what makes a rank slow here. Needs root."""
+
+import os
+import sys
+from pathlib import Path
+
+PERIOD_MICROSECONDS = 5000  # short beside a step, so that a rank is slow and not stopped now and then
+ROOT = Path("/sys/fs/cgroup")
+
+
+class Cores:
+    """A control group named `name`, in which all processes together get `cores` of a core."""
+
+    def __init__(self, name: str, cores: float):
+        self.is_v1 = (ROOT / "cpu").is_dir()
+        self.folder = (ROOT / "cpu" if self.is_v1 else ROOT) / name
+        try:
+            if not self.is_v1:
+                (ROOT / "cgroup.subtree_control").write_text("+cpu")
+            self.folder.mkdir(exist_ok=True)
+            self.set(cores)
+        except OSError as error:
+            sys.exit(
+                f"{self.folder}: {error.strerror}: run this as root, on a Linux whose control groups may be written"
+            )
+
+    def set(self, cores: float) -> None:
+        """From now on, `cores` of a core."""
+        quota = round(PERIOD_MICROSECONDS * cores)
+        if self.is_v1:
+            (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+            (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (self.folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+
+    def enter(self) -> None:
+        """Put this process, and all that it starts, into the group: for Popen's preexec_fn."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def remove(self) -> None:
+        """Remove the group, once its processes have ended."""
+        self.folder.rmdir()
