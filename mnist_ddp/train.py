@@ -46,7 +46,8 @@ def train(worker: Worker, args: Namespace) -> None:
         with group.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
-        global_batch, micro_batch = cli.global_batch(args, worker.world_size), cli.micro_batch(args, worker.rank)
+        global_batch = cli.global_batch(args, worker.world_size)
+        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed)
@@ -71,7 +72,7 @@ def train(worker: Worker, args: Namespace) -> None:
         model = ddp.wrap(net, plan, timer, lambda model: model(empty.images).sum(), args.compile)
         untrained_loss = math.log(10)  # a guess among ten classes
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
-        report = Report(group, plan, timer, options, untrained_loss)
+        report = Report(group, plan, timer, options, untrained_loss, precision=precision)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
             return

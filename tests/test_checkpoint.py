@@ -126,3 +126,15 @@ def test_an_optimizer_that_is_not_among_the_parts_is_missed_before_training(tmp_
     for node in playing(trainer, nodes, tmp_path).results():
         assert node.code == 2, node.output
         assert "no optimizer among the parts of a checkpoint holds classifier.1.weight" in node.output
+
+
+def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_path):
+    trainer = altered(tmp_path / "half_ddp", {'"scheduler": scheduler, ': ""})
+    for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
+        assert node.code == 2, node.output
+        assert "the part optimizer of a checkpoint has a schedule of learning rates, but no part" in node.output
+
+
+def test_resume_says_that_there_is_nothing_to_resume_from(tmp_path):
+    (node,) = play(MNIST, (1,), tmp_path / "new", "--dataset", "digits", "--max-steps", 1, "--resume")
+    assert f"--resume: there is no checkpoint in {tmp_path / 'new'} yet: starting from the beginning" in node.output

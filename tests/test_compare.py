@@ -42,6 +42,13 @@ def test_layouts_agree(right, tmp_path):
     assert result.output.endswith("equal     within the tolerance\n")
 
 
+def test_equal_parts_which_hide_a_mean_are_said(right, tmp_path):
+    play(MNIST, (1, 1), tmp_path, *FLAGS, *STEPS)
+    result = compare(right, tmp_path)
+    assert result.code == 0, result.output
+    assert "all ranks had equal parts, which hide a mean over each rank's part: give one run --shares" in said(result)
+
+
 @pytest.mark.parametrize("factor, names", [
     ("2", "0.5 times (exactly 1/2) A's"),
     ("worker.world_size", "0.25 times (exactly 1/4, the world size of B) A's"),

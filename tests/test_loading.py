@@ -113,3 +113,14 @@ def test_a_data_set_of_many_tensors_reaches_the_loaders_processes():
     loading = worker_options(1, torch.device("cpu"))
     (batch,) = part_loader(ManyTensors(600), [Indices([599, 3])], **loading)
     assert batch[:, 0].tolist() == [599.0, 3.0]
+
+
+@pytest.mark.parametrize("option, hint", [
+    ({"batch_size": 8}, "no batch_size=: the sampler says which samples"),
+    ({"shuffle": True}, "no shuffle=: the sampler"),
+    ({"drop_last": True}, "no drop_last=: .* the last batch of an epoch is smaller"),
+    ({"collate_fn": list}, "no collate_fn=: give the function as collate="),
+])  # fmt: skip
+def test_options_of_a_dataloader_that_a_part_loader_cannot_take_are_named(option, hint):
+    with pytest.raises(UserError, match=f"part_loader has {hint}"):
+        part_loader(LABELS, [Indices([1])], **option)

@@ -100,7 +100,7 @@ def test_a_run_on_uneven_ranks_leaves_a_picture(tmp_path):
 def test_shares_that_change_have_panels_of_their_own():
     rows = [*train(1, 2), ranks(3, shares=[40, 40, 40]), ranks(3, shares=[50, 50, 20])]
     found, _ = panels(rows)
-    assert "Shares" not in panels([*train(1, 2), ranks(3), ranks(3)])[0]
+    assert "Shares" not in panels([*train(1, 2), ranks(2), ranks(3), ranks(3)])[0]  # resumed on another layout
     lines = [list(line.get_ydata()) for line in found["Shares"].lines]
     assert lines == [[40, 50], [40, 50], [40, 20]]
     assert len(found["Compute (lines) and wait (dots)"].lines) == 6

@@ -6,6 +6,7 @@ import pytest
 
 from common.record import wording
 from tests.harness import MNIST, play, rows
+from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--epochs", 3, "--save-every", 5)  # 10 steps an epoch
 PARTS = ("loading", "compute", "communication", "waiting", "other")
@@ -56,3 +57,21 @@ def test_run_json_names_the_process_of_each_rank(tmp_path):
 def test_measures_of_one_kind_are_printed_alike_whatever_comes_before_their_kind():
     found = wording.measures({"accuracy": 0.126, "top3_accuracy": 0.335, "dev_macro_f1": 0.5, "perplexity": 30.25})
     assert found == "accuracy 12.60%, top3_accuracy 33.50%, dev_macro_f1 50.00%, perplexity 30.2500"
+
+
+BACKWARD = "precision.backward(micro_loss / plan.global_count(step))"
+
+
+@pytest.mark.parametrize("changes, warning", [
+    ({}, None),
+    ({BACKWARD: "precision.backward(micro_loss / max(1, len(mine)) / worker.world_size)"}, "backward gets"),
+    ({BACKWARD: "precision.backward(micro_loss / max(1, len(mine)))"}, "backward gets"),
+    ({"loss_sum += micro_loss.detach()": "loss_sum += micro_loss.detach() / len(mine)",
+      "lr, grad_norm)": "lr, grad_norm, worker.world_size)"}, "is divided by 4, but its global batch has 110 samples"),
+])  # fmt: skip
+def test_a_loss_that_is_not_the_one_of_backward_is_said(changes, warning, tmp_path):
+    trainer = altered(tmp_path / "mean_ddp", changes)
+    flags = ("--dataset", "digits", "--global-batch", 110, "--max-steps", 12, "--shares", "4,4,1,1")
+    said = play(trainer, (3, 1), tmp_path / "run", *flags)[0].output
+    assert ("warning:" in said) == (warning is not None)
+    assert warning is None or warning in said

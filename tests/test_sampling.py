@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from common.errors import UserError
 from common.uneven.batching import plan_batches
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
@@ -67,3 +68,12 @@ def test_shares_that_change_in_mid_epoch_leave_every_global_batch_as_it_is():
         assert (len(parts[1]) == 0) == (step >= 3)
         taken.append(joined(parts))
     assert taken == steps(1, epoch=2)
+
+
+def test_an_epoch_that_begins_again_without_set_epoch_is_refused():
+    sampler = UnevenDistributedSampler(plan_batches(10, 4, 1), 0, seed=0)
+    assert len(list(sampler)) == 3  # the first one may do without, as with torch's sampler
+    with pytest.raises(UserError, match="epoch 0 begins again, in the same order"):
+        list(sampler)
+    sampler.set_epoch(0)  # on purpose
+    assert len(list(sampler)) == 3

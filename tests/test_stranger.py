@@ -69,7 +69,7 @@ model = ddp.wrap(net, plan, timer, lambda model: {empty}, {wrap})
 step, losses = 0, []
 for epoch in range(3):
     sampler.set_epoch(epoch)
-    for part in loader:
+    for part in timer.steps(loader, len(sampler)):
         loss_sum = torch.zeros((), dtype=torch.float64)
         for micro, is_last in micro_batches(move(part, group.device, torch.float64), {mine}, {micro_batch}):
             with ddp.reduce_gradients_if(is_last, model, timer):
@@ -326,12 +326,35 @@ def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact)
 # --- refused by name ---------------------------------------------------------------------------------------------
 
 
-def test_a_stock_loader_that_ignores_the_sampler_is_refused(refused):
+@pytest.mark.parametrize("loader", [
+    "DataLoader(data, batch_size=10, shuffle=True)",  # the size of a part
+    "DataLoader(data, batch_sampler=sampler)",
+])  # fmt: skip
+def test_a_stock_loader_is_refused(refused, loader):
+    refused("a plain DataLoader knows no empty parts", "part_loader(data, sampler, seed)", loader=loader)
+
+
+def test_parts_of_another_size_than_in_the_plan_are_refused(refused):
     refused(
         "the data loader gave 64 rows, but this rank's part of the global batch has 10",
         "part_loader(data, sampler, seed)",
-        loader="DataLoader(data, batch_size=64, shuffle=True)",
+        loader="[torch.utils.data.default_collate([data[i] for i in range(64)])] * 3",
     )
+
+
+def test_a_loop_that_does_not_check_its_loader_is_refused(outputs, monkeypatch):
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("timer.steps(loader, len(sampler))", "loader"))
+    results, _ = outputs((3, 1))
+    assert all(result.code == 2 for result in results)
+    assert "write `for part in timer.steps(loader, steps)`" in results[0].output
+
+
+def test_plain_ddp_is_refused(outputs, monkeypatch):
+    plain = "model = torch.nn.parallel.DistributedDataParallel(net)\nstep, losses = 0, []"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("step, losses = 0, []", plain))
+    (result,), _ = outputs((1,))
+    assert result.code == 2
+    assert "the model is a DistributedDataParallel: use what common.uneven.ddp.wrap(...) returns" in result.output
 
 
 @pytest.mark.parametrize("layer", ["nn.BatchNorm1d(16)", "nn.SyncBatchNorm(16)"])

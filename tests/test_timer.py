@@ -65,3 +65,10 @@ def test_the_time_of_a_slow_loader_is_loading_on_its_rank_and_waiting_on_the_oth
 def test_the_summary_has_the_mean_loading_time_of_the_ranks(slow_loader):
     (summary,) = rows(slow_loader, "summary")
     assert summary["loading_seconds"] >= 4 * SLEEP_MS / 1e3 / 2
+
+
+def test_a_step_without_reduce_gradients_if_is_named(tmp_path):
+    trainer = altered(tmp_path / "stranger_ddp", {"with reduce_gradients_if(is_last, model, timer):": "if True:"})
+    for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", *FLAGS), tmp_path).results():
+        assert node.code == 2, node.output
+        assert "put forward and backward of each micro-batch into `with reduce_gradients_if" in node.output

@@ -10,12 +10,14 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         global_batch = cli.global_batch(args, worker.world_size)
+        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
         torch.manual_seed(derive_seed(args.seed, "weights"))
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-        report = Report(group, plan, timer, options, untrained_loss)
+        balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
+        report = Report(group, plan, timer, options, untrained_loss, precision=precision)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
         report.open_together(folder, step, total_steps, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
@@ -24,13 +26,14 @@ def train(worker: Worker, args: Namespace) -> None:
                 torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)
-                for micro, is_last in micro_batches(part, mine, args.micro_batch):  # at least one, perhaps empty
+                for micro, is_last in micro_batches(part, mine, micro_batch):  # at least one, perhaps empty
                     with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
                         with precision.autocast():
                 grad_norm = precision.step(model, args.clip_norm, optimizer)
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
                 saves = epoch_ends or report.checkpoint_is_due(step)
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)

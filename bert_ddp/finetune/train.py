@@ -89,7 +89,7 @@ def train(worker: Worker, args: Namespace) -> None:
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
         model = ddp.wrap(compiled, plan, timer, lambda model: model(**stand_in.inputs()).logits.sum())
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
-        report = Report(group, plan, timer, options)
+        report = Report(group, plan, timer, options, precision=precision)
         for note in found.notes:
             report.line(note)
         if args.eval_only:

@@ -55,7 +55,8 @@ def train(worker: Worker, args: Namespace) -> None:
             text = corpus.load(corpus_options(args), source, worker.rank)
         group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
         train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
-        global_batch, micro_batch = cli.global_batch(args, worker.world_size), cli.micro_batch(args, worker.rank)
+        global_batch = cli.global_batch(args, worker.world_size)
+        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed, **loading)
@@ -88,7 +89,7 @@ def train(worker: Worker, args: Namespace) -> None:
         )
         untrained_loss = None if source else bert.untrained_loss(net)
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
-        report = Report(group, plan, timer, options, untrained_loss)
+        report = Report(group, plan, timer, options, untrained_loss, precision=precision)
         if args.eval_only:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
             return

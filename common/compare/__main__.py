@@ -57,6 +57,8 @@ def report(args: Namespace) -> int:
         last = {max(run.train) for run in (a, b)}
         ends = f", up to step {min(last)}: one of them ends there" if len(last) > 1 else ""
         say(f"equal     within the tolerance{ends}")
+        if hint := questions.what_equal_parts_hide(a, b):
+            say(hint)
         return 0
     say(questions.ask(a, b, found))
     return 1

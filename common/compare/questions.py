@@ -40,6 +40,15 @@ def ask(a: Run, b: Run, found: Comparison) -> str:
     return "\n".join([*lines, *_table(a, b, start)])
 
 
+def what_equal_parts_hide(a: Run, b: Run) -> str:
+    """What two runs that agree do not show, where the ranks of each had equal parts; else an empty string."""
+    starts = [start for run in (a, b) for start in run.starts]
+    uneven = any(len(set(start["shares"])) > 1 for start in starts)
+    if uneven or all(start["layout"]["world_size"] == 1 for start in starts):
+        return ""
+    return _line("but", "all ranks had equal parts, which hide a mean over each rank's part: give one run --shares too")
+
+
 def _from_the_start(a: Run, b: Run, found: Comparison) -> list[str]:
     first, *_ = steps = found.steps[:STEADY_STEPS]
     if first > 1:
@@ -60,8 +69,9 @@ def _from_the_start(a: Run, b: Run, found: Comparison) -> list[str]:
             "ask",
             "what is different before the first update? The count that the loss is divided by; BatchNorm, whose "
             "statistics are those of one rank's samples; augmentation or masks, if seeded by rank and not by sample; "
-            "dropout, which draws other noise on another layout (compare with --dropout 0); the initial weights; the "
-            "data and their order.",
+            "dropout, which draws other noise on another layout (compare with --dropout 0); rows whose result depends "
+            "on how much they are padded, such as positions after padding on the left; the initial weights; the data "
+            "and their order.",
         )
     ]
 
@@ -94,8 +104,9 @@ def _from_the_first_update(a: Run, b: Run) -> list[str]:
         _line(
             "ask",
             "about this gradient, because its loss agrees. Are the ranks' means averaged equally, as plain DDP does, "
-            "where their samples should be summed? Are gradients not reduced over all ranks and micro-batches? Is only "
-            "backward() scaled wrongly, or does it draw other dropout?",
+            "where their samples should be summed? Are gradients not reduced over all ranks and micro-batches? Are "
+            "embeddings of other ranks gathered without their gradients (gather_rows has them)? Is only backward() "
+            "scaled wrongly, or does it draw other dropout?",
         ),
     ]
 

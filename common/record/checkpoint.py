@@ -92,7 +92,7 @@ class Checkpoint:
             if there != here:
                 label = prefix + name.replace("_", "-")
                 raise self._refusal(
-                    f"it was written with {label} {there}, but this run has {here}: "
+                    f"it was written with {label} {_shown(there)}, but this run has {_shown(here)}: "
                     "resume with the same, or start a new run with another --out-dir"
                 )
 
@@ -151,6 +151,10 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return target
+
+
+def _shown(value: Any) -> str:
+    return str(value) or "''"
 
 
 def _save_parts(path: Path, parts: dict[str, Part]) -> None:

@@ -37,7 +37,8 @@ def draw_curves(rows: Rows) -> Any:
     widths = [PANEL_INCHES] * (1 + bool(fractions) + bool(others))
     if ranks:
         widths.append(max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT)))
-    changing = any(row["shares"] != ranks[0]["shares"] for row in ranks)
+    here = [row for row in ranks if len(row["shares"]) == len(ranks[-1]["shares"])]  # others are of other layouts
+    changing = any(row["shares"] != here[0]["shares"] for row in here)
     if changing:
         widths += [PANEL_INCHES] * 2
     figure = Figure(figsize=(sum(widths), 4.2), dpi=110, layout="constrained")
@@ -50,8 +51,8 @@ def draw_curves(rows: Rows) -> Any:
     if ranks:
         _plot_ranks(next(left), [row for row in ranks if row["shares"] == ranks[-1]["shares"]])
     if changing:
-        _plot_over_time(next(left), ranks, ["shares"], "Shares", f"samples of {sum(ranks[-1]['shares']):,} a step")
-        _plot_over_time(next(left), ranks, ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)", "ms a step")
+        _plot_over_time(next(left), here, ["shares"], "Shares", f"samples of {sum(here[-1]['shares']):,} a step")
+        _plot_over_time(next(left), here, ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)", "ms a step")
     for axes in figure.axes:
         axes.grid(alpha=0.3)
     return figure

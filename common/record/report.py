@@ -21,7 +21,8 @@ from common.record.output import Output
 from common.record.steps import Done, Noted, gather_steps
 from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
-from common.uneven.checks import first_loss_problem
+from common.uneven.checks import backward_problem, few_counted_problem, first_loss_problem
+from common.uneven.precision import Precision
 from common.uneven.timer import StepTimer
 
 EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
@@ -39,9 +40,11 @@ class Report:
         options: RunOptions,
         untrained_loss: float | None = None,  # what the loss of step 1 must be near: ln of the number of classes
         trackers: Iterable[Tracker] = (),  # each gets every row of metrics.jsonl, on rank 0 only (trackers.py)
+        precision: Precision | None = None,  # whose backward must have had the loss that is noted
     ):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
-        self.untrained_loss, self.trackers = untrained_loss, trackers
+        self.untrained_loss, self.trackers, self.precision = untrained_loss, trackers, precision
+        self.has_warned = False  # of a loss that backward has not had
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
@@ -81,9 +84,9 @@ class Report:
         of the global batch.
         """
         self.timer.end_step()
-        self.noted.append(
-            Noted(step, loss_sum, self.plan.global_count(step - 1) if count is None else count, lr, grad_norm)
-        )
+        count = self.plan.global_count(step - 1) if count is None else count
+        given = self.precision.take_backpropagated() if self.precision else None
+        self.noted.append(Noted(step, loss_sum, count, lr, grad_norm, given))
 
     @property
     def is_due(self) -> bool:
@@ -106,13 +109,22 @@ class Report:
         ]
         if self.output:
             self.output.steps(done, gathered.times(), self.clock)
-        if done[0].step == 1 and self.untrained_loss:
-            self._judge_first(done[0].loss, self.untrained_loss)
+        self._judge(done, gathered.backpropagated.sum(dim=0).tolist(), noted[0].count)
         return done
 
-    def _judge_first(self, loss: float, untrained_loss: float) -> None:
-        if problem := first_loss_problem(loss, untrained_loss):
-            self.line(problem)
+    def _judge(self, done: list[Done], backpropagated: list[float], first_count: float) -> None:
+        """Print what is suspicious about these losses, each suspicion once."""
+        if done[0].step == 1:
+            problems = [few_counted_problem(first_count, self.plan.global_count(0))]
+            if self.untrained_loss:
+                problems.append(first_loss_problem(done[0].loss, self.untrained_loss))
+            for problem in filter(None, problems):
+                self.line(problem)
+        for one, given in zip(done, backpropagated, strict=True):
+            problem = backward_problem(one.step, one.loss, given)
+            if problem and not self.has_warned:
+                self.has_warned = True
+                self.line(problem)
 
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def resume(
     rank, also for a part that the checkpoint lacks, or that only the checkpoint has.
     """
     _require_all_optimizers(model, parts)
+    _require_all_schedulers(parts)
     if options.resume is None:
         return 0
     found: Checkpoint | None = None
@@ -47,6 +48,8 @@ def resume(
                 if not options.eval_only:
                     _go_back_to(found, folder / "checkpoints")
                 say(f"resuming from {found.path}", rank=0)
+            else:
+                say(f"--resume: there is no checkpoint in {folder} yet: starting from the beginning", rank=0)
     state = {"step": 0, "parts": {}}
     if found:
         state = {"step": found.state["step"], "parts": {name: part.state_dict() for name, part in parts.items()}}
@@ -60,9 +63,14 @@ def resume(
 
 
 def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> None:
-    """Raise UserError if a trainable parameter belongs to none of the optimizers among the parts."""
-    optimizers = [part for part in parts.values() if isinstance(part, torch.optim.Optimizer)]
-    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    """Raise UserError unless the optimizers among the parts hold the trainable parameters of the model, and no more.
+
+    DDP does not reduce the gradients of others, and no checkpoint would have them.
+    """
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+    held = {
+        id(one): name for name, part in optimizers.items() for group in part.param_groups for one in group["params"]
+    }
     missing = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if optimizers and missing:
         raise UserError(
@@ -70,6 +78,31 @@ def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> No
             "save(), or freeze what is not trained with requires_grad_(False)",
             same_on_every_rank=True,
         )
+    known = {id(one) for one in model.parameters()}
+    if strangers := [name for key, name in held.items() if key not in known]:
+        raise UserError(
+            f"the part {strangers[0]} of a checkpoint trains a parameter that is not in the model, so its gradient "
+            "would not be summed over the ranks, and it would not be saved: make it an nn.Parameter of the module that "
+            "wrap() and save() get",
+            same_on_every_rank=True,
+        )
+
+
+def _require_all_schedulers(parts: dict[str, Any]) -> None:
+    """Raise UserError if an optimizer has a schedule of learning rates that is not among the parts.
+
+    A scheduler of torch notes `initial_lr` in the optimizer that it changes. A part of an unknown class may hold it.
+    """
+    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module
+    others = [part for part in parts.values() if not isinstance(part, known)]
+    for name, part in parts.items():
+        scheduled = isinstance(part, torch.optim.Optimizer) and any("initial_lr" in one for one in part.param_groups)
+        if scheduled and not any(getattr(other, "optimizer", part) is part for other in others):
+            raise UserError(
+                f"the part {name} of a checkpoint has a schedule of learning rates, but no part is its scheduler, so "
+                "a resumed run would begin the schedule anew: give the scheduler to resume() and save() too",
+                same_on_every_rank=True,
+            )
 
 
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:

@@ -1,5 +1,6 @@
 """What the ranks note about each optimizer step, exchanged about once a second."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Noted:
     count: float  # over all ranks
     lr: float | torch.Tensor
     grad_norm: torch.Tensor
+    backpropagated: torch.Tensor | None = None  # what backward has had on this rank
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Gathered:
     loading_ms: torch.Tensor
     compute_ms: torch.Tensor
     exchange_ms: torch.Tensor
+    backpropagated: torch.Tensor  # not a number where it is unknown
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
 
     @property
@@ -69,13 +72,15 @@ def gather_steps(timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: floa
     sums = torch.stack([one.loss_sum.detach().double() for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock = torch.full_like(sums, unsaved_seconds)
+    unknown = torch.full_like(sums[0], math.nan)
+    given = torch.stack([unknown if one.backpropagated is None else one.backpropagated for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
-    mine = torch.stack([sums, *sums.new_tensor(times).T, clock, counts])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, given, clock, counts])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    losses, loading, compute, exchange, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)
+    losses, loading, compute, exchange, given, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)
     _require_one_count(noted, counted)
-    return Gathered(losses, loading, compute, exchange, float(clocks[0, 0]))
+    return Gathered(losses, loading, compute, exchange, given, float(clocks[0, 0]))
 
 
 def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:

@@ -99,7 +99,7 @@ class Guard:
         if self.needs_whole_parts and not is_last:
             raise UserError(
                 "statistics or a loss over the global batch need this rank's whole part in one forward: leave out "
-                "--micro-batch, or use GroupNorm in place of BatchNorm"
+                "--micro-batch, or, if it is BatchNorm's statistics, use GroupNorm"
             )
 
     def require_all_reached(self, all_reduced: bool, same_on_every_rank: bool = False) -> None:
@@ -109,10 +109,12 @@ class Guard:
         """
         missing = [name for name, one in self.net.named_parameters() if one.requires_grad and one.grad is None]
         if missing or not all_reduced:
+            where = "; so must the function that wrap() was given" if same_on_every_rank else ""
             raise UserError(
                 f"backward did not reach {_shown(missing) or 'some parameters in the last micro-batch'}, and the other "
                 "ranks would wait for the gradients: let every forward use all parameters on every rank, add "
-                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False)",
+                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False)"
+                f"{where}",
                 same_on_every_rank=same_on_every_rank,
             )
 
@@ -131,8 +133,7 @@ def first_loss_problem(loss: float, expected: float) -> str:
     """What to print if the first loss of untrained weights is far from what it must be, else an empty string.
 
     Over C classes an untrained model is about right with probability 1/C, so its cross entropy is about ln(C). A loss
-    that is not summed, or a wrong count, is wrong by a factor, and looks the same on every layout. Likewise ln(M - 1)
-    for a contrastive loss among M views.
+    that is not summed, or a wrong count, is wrong by a factor, and looks the same on every layout.
     """
     if not math.isfinite(loss) or expected / NEAR < loss < expected * NEAR:
         return ""
@@ -140,6 +141,29 @@ def first_loss_problem(loss: float, expected: float) -> str:
         f"warning: the first loss is {loss:.4g}, but an untrained model should begin near {expected:.4g}. "
         'Is it summed over the samples (reduction="sum"), and divided by the global count of what it is a mean over? '
         "Or are the initial weights too large, such as those of an nn.Embedding that is also the output layer?"
+    )
+
+
+def backward_problem(step: int, loss: float, backpropagated: float) -> str:
+    """What to print if backward has not had the loss that is reported, else an empty string. `backpropagated` is the
+    sum of what it has had, over ranks and micro-batches; both come from the same numbers, so they agree but for
+    rounding."""
+    if not math.isfinite(loss + backpropagated) or math.isclose(loss, backpropagated, rel_tol=1e-4, abs_tol=1e-7):
+        return ""
+    return (
+        f"warning: in step {step}, backward gets {backpropagated:.6g}, summed over ranks and micro-batches, but the "
+        f"loss that is noted is {loss:.6g}. Are both the summed loss, divided by the count over all ranks? If backward "
+        "gets a further term on purpose, leave precision= out of Report"
+    )
+
+
+def few_counted_problem(count: float, samples: int) -> str:
+    """What to print if a loss is divided by less than the samples of its global batch, else an empty string."""
+    if count >= samples:
+        return ""
+    return (
+        f"warning: the loss of step 1 is divided by {count:g}, but its global batch has {samples} samples. Sum the "
+        "loss over samples or tokens, and divide by their count over all ranks, not by the number of ranks or batches"
     )
 
 

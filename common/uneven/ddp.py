@@ -107,8 +107,16 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
 
     Raises UserError where the last backward has not reached every parameter, where training has changed a buffer, and
-    where a layer that needs the whole global batch gets a micro-batch.
+    where a layer that needs the whole global batch gets a micro-batch; also for a loop that does not take its items
+    from `timer.steps`.
     """
+    if not isinstance(model, UnevenDistributedDataParallel):
+        raise UserError(f"the model is a {type(model).__name__}: use what common.uneven.ddp.wrap(...) returns")
+    if not timer.is_marked("loaded"):
+        raise UserError(
+            "this loop does not check what its loader gives: write `for part in timer.steps(loader, steps)`, where "
+            "`steps` are the optimizer steps that are left in this epoch"
+        )
     model.guard.require_whole_part(is_last)
     alone = dist.get_world_size() == 1
     timer.unmark("ready")

@@ -20,6 +20,11 @@ from common.uneven.batches import take_rows
 from common.uneven.fingerprint import fingerprint
 from common.uneven.seeding import derive_seed
 
+SAMPLER_SAYS = "the sampler says which samples make a batch, in which order; the last batch of an epoch is smaller"
+NOT_OPTIONS = {
+    **dict.fromkeys(("batch_size", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
+    "collate_fn": "give the function as collate=",
+}
 SHARED_TENSORS = 100  # at most, by file descriptors, between a rank and a loader's process
 
 
@@ -51,6 +56,9 @@ def part_loader(
             f"{type(dataset).__name__} has no samples with numbers, so it cannot be cut by a plan: use a data set "
             "with `__len__` and `__getitem__`"
         )
+    if wrong := NOT_OPTIONS.keys() & options.keys():
+        name = min(wrong)
+        raise UserError(f"part_loader has no {name}=: {NOT_OPTIONS[name]}")
     return DataLoader(Parts(dataset, seed, collate), batch_sampler=sampler, collate_fn=_as_is, **options)
 
 
@@ -60,8 +68,8 @@ def require_part_loader(loader: Any) -> None:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, Parts):
         raise UserError(
             "a plain DataLoader knows no empty parts, and what its data set draws at random would depend on the "
-            "layout: write part_loader(data, sampler, seed) of common.uneven.loading, with the other options as they "
-            "are, but without batch_size, shuffle, sampler and drop_last"
+            "layout: write part_loader(data, sampler, seed) of common.uneven.loading, with collate= in place of "
+            "collate_fn=, without batch_size, shuffle, sampler and drop_last, and with the other options as they are"
         )
 
 
@@ -89,10 +97,9 @@ class Parts(Dataset):
             return self.dataset.get_batch(indices)
         epoch, chosen = getattr(indices, "epoch", 0), indices or [0]
         with _random_state_kept():
-            samples = [self.sample(index, epoch) for index in chosen]
             if not self.is_checked:
-                self._require_repeatable(samples[0], chosen[0], epoch)
-            batch = self._collated(samples)
+                self._require_repeatable(chosen, epoch)
+            batch = self._collated([self.sample(index, epoch) for index in chosen])
         return batch if indices else take_rows(batch, slice(0, 0))
 
     def sample(self, index: int, epoch: int) -> Any:
@@ -100,30 +107,34 @@ class Parts(Dataset):
         seed_all(derive_seed(self.seed, "sample", epoch, index))
         return self.dataset[index]
 
-    def _require_repeatable(self, sample: Any, index: int, epoch: int) -> None:
-        """Read a sample twice: with the same seeds it must be the same. Samples of unknown classes are not compared."""
+    def _require_repeatable(self, chosen: list[int], epoch: int) -> None:
+        """Make the first batch twice: with the same seeds it must be the same. Samples and batches of unknown classes
+        are not compared."""
         self.is_checked = True
-        try:
-            first = fingerprint(sample)
-        except UserError:
-            return
-        if fingerprint(self.sample(index, epoch)) != first:
-            raise UserError(
-                f"sample {index} of {type(self.dataset).__name__} is another one when it is read again with the same "
-                "seeds, so it would depend on the layout: draw its random numbers from torch, numpy.random or random, "
-                "without a generator of its own"
-            )
+        twice = [[self.sample(index, epoch) for index in chosen] for _ in range(2)]
+        for index, first, second in zip(chosen, *twice, strict=True):
+            if _differ(first, second):
+                raise UserError(
+                    f"sample {index} of {type(self.dataset).__name__} is another one when it is read again with the "
+                    "same seeds, so it would depend on the layout: draw its random numbers from torch, numpy.random or "
+                    "random, without a generator of its own"
+                )
+        if _differ(*(self._collated(samples) for samples in twice)):
+            raise self._random_collate()
 
     def _collated(self, samples: list[Any]) -> Any:
         before = _random_state()
         batch = self.collate(samples)
         if _random_state() != before:
-            name = getattr(self.collate, "__name__", type(self.collate).__name__)
-            raise UserError(
-                f"the collate function {name} draws random numbers, which would depend on this rank's part: draw them "
-                "in the data set's __getitem__, which is seeded for each sample"
-            )
+            raise self._random_collate()
         return batch
+
+    def _random_collate(self) -> UserError:
+        name = getattr(self.collate, "__name__", type(self.collate).__name__)
+        return UserError(
+            f"the collate function {name} draws random numbers, which would depend on this rank's part: draw them "
+            "in the data set's __getitem__, which is seeded for each sample"
+        )
 
 
 def dataset_fingerprint(dataset: Dataset, samples: int = 256) -> str:
@@ -180,6 +191,14 @@ def _random_state() -> tuple[Any, ...]:
     """The state of all three generators, in a form that can be compared."""
     _, keys, position, *_ = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), position, random.getstate()
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Whether two values are known to differ."""
+    try:
+        return fingerprint(first) != fingerprint(second)
+    except UserError:
+        return False
 
 
 def _as_is(batch: Any) -> Any:

@@ -22,6 +22,7 @@ class Precision:
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_backpropagated`
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
@@ -29,7 +30,13 @@ class Precision:
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled up under fp16."""
+        self.backpropagated += loss.detach()
         self.scaler.scale(loss).backward()
+
+    def take_backpropagated(self) -> torch.Tensor:
+        """The sum of the losses that `backward` has had since the last call: a report compares it with the loss."""
+        taken, self.backpropagated = self.backpropagated, torch.zeros_like(self.backpropagated)
+        return taken
 
     def step(
         self,

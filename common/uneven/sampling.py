@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.utils.data import Sampler
 
+from common.errors import UserError
 from common.uneven.batching import BatchPlan
 from common.uneven.seeding import derive_seed
 
@@ -36,12 +37,14 @@ class UnevenDistributedSampler(Sampler[list[int]]):
     def __init__(self, plan: BatchPlan, rank: int, seed: int, shuffle: bool = True):
         self.plan, self.rank, self.seed, self.shuffle = plan, rank, seed, shuffle
         self.epoch = self.skip_steps = self.next_step = 0
+        self.is_new_epoch = True  # set_epoch has been called since the last one
         self.drawn, self.drawn_epoch = torch.empty(0, dtype=torch.int64), -1
 
     def set_epoch(self, epoch: int, skip_steps: int = 0) -> None:
         """Use the order of epoch `epoch`, and skip its first `skip_steps` steps, which a resumed run has done."""
         self.epoch, self.skip_steps = epoch, skip_steps
         self.next_step = epoch * self.plan.steps_per_epoch + skip_steps
+        self.is_new_epoch = True
 
     def order(self) -> torch.Tensor:
         """This epoch's order of samples, the same on every rank: int64 (samples,)."""
@@ -56,6 +59,12 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         return torch.randperm(self.plan.samples, generator=generator)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self.is_new_epoch:
+            raise UserError(
+                f"epoch {self.epoch} begins again, in the same order: call sampler.set_epoch(epoch, skip_steps) before "
+                "each epoch"
+            )
+        self.is_new_epoch = False
         first = self.epoch * self.plan.steps_per_epoch
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
             self.next_step = step + 1

@@ -86,7 +86,12 @@ class StepTimer:
             raise _not_one_a_step(f"gave more than {steps:,} items", steps)
 
     def end_step(self) -> None:
-        """Mark the end of the optimizer step."""
+        """Mark the end of the optimizer step. Raises UserError unless its passes ran in `reduce_gradients_if`."""
+        if not self.is_marked("reduced"):
+            raise UserError(
+                "the gradients of this step were not exchanged: put forward and backward of each micro-batch into "
+                "`with reduce_gradients_if(is_last, model, timer):`"
+            )
         self.mark("end")
         self.done.append(self.current)
         self.last_done.append(self.current)
@@ -123,7 +128,8 @@ def _length(loader: Iterable[Any]) -> int | None:
 def _not_one_a_step(gave: str, steps: int) -> UserError:
     return UserError(
         f"the loader {gave}, but this epoch has {steps:,} optimizer steps left, and each takes one item: "
-        "write part_loader(data, sampler, seed), without sampler=, batch_size=, shuffle= and drop_last="
+        "write part_loader(data, sampler, seed), without sampler=, batch_size=, shuffle= and drop_last=, and call "
+        "sampler.set_epoch(epoch, skip_steps) before each epoch"
     )
 
 
