@@ -51,7 +51,8 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed)
-        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
+        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
         test_loader = part_loader(test_set, shard)
 
         # Model. The seed gives every layout the same initial weights.

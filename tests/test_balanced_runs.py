@@ -43,6 +43,12 @@ def test_losses_and_weights_are_those_of_one_process_though_shares_change(balanc
     assert largest_difference(weights(balanced), weights(one_process)) < 1e-10
 
 
+def test_evaluations_count_each_sample_once_though_ranks_take_batches_in_turn(balanced, one_process):
+    for row, alone in zip(rows(balanced, "eval"), rows(one_process, "eval"), strict=True):
+        assert row["count"] == alone["count"] == 359
+        assert (row["loss"], row["accuracy"]) == pytest.approx((alone["loss"], alone["accuracy"]), abs=1e-12)
+
+
 def test_it_resumes_on_another_layout_in_mid_epoch_with_shares_of_its_own(slow_rank, one_process, tmp_path):
     flags = (*FLAGS, "--epochs", 3, "--balance", "auto", "--save-every", 17)
     play(slow_rank, (3, 1), tmp_path, *flags, "--max-steps", 17)

@@ -1,5 +1,6 @@
 """The samplers: the order does not know the layout; evaluation repeats nothing."""
 
+import functools
 import itertools
 
 import pytest
@@ -68,6 +69,26 @@ def test_shares_that_change_in_mid_epoch_leave_every_global_batch_as_it_is():
         assert (len(parts[1]) == 0) == (step >= 3)
         taken.append(joined(parts))
     assert taken == steps(1, epoch=2)
+
+
+@pytest.mark.parametrize("samples, batch, world_size", [(1000, 100, 3), (7, 100, 3), (0, 4, 2), (100, 3, 1)])
+def test_ranks_that_take_evaluation_batches_in_turn_hold_every_sample_once(samples, batch, world_size):
+    for _ in range(2):  # evaluations
+        count = itertools.count()
+        samplers = [
+            EvaluationSampler(samples, rank, world_size, batch, functools.partial(iter, count))
+            for rank in range(world_size)
+        ]
+        running, taken = [iter(sampler) for sampler in samplers], []
+        while running:
+            one = running[len(taken) ** 2 % len(running)]  # now this one is faster, now that one
+            part = next(one, None)
+            if part is None:
+                running.remove(one)
+            else:
+                assert 0 < len(part) <= batch
+                taken.append(part)
+        assert joined(taken) == list(range(samples))
 
 
 def test_an_epoch_that_begins_again_without_set_epoch_is_refused():

@@ -1,5 +1,6 @@
 """Fine-tuning data: reading it, cutting it into rows and batches, and the messages about bad input."""
 
+import itertools
 import json
 from itertools import pairwise
 
@@ -307,6 +308,15 @@ def test_evaluation_takes_each_row_once_on_any_number_of_ranks(lengths):
         assert sorted(row for shard in shards for batch in shard for row in batch) == list(range(203))
         tokens = [sum(lengths[row] for batch in shard for row in batch) for shard in shards]
         assert max(tokens) - min(tokens) <= 2 * lengths.max()
+
+
+def test_rows_that_ranks_take_in_turn_are_all_there_longest_first(lengths):
+    count = itertools.count()
+    shards = [iter(SortedShard(lengths, rank, 3, 16, lambda: count)) for rank in range(3)]
+    batches = [next(shards[0]), next(shards[2]), *shards[1], *shards[0]]
+    assert sorted(row for batch in batches for row in batch) == list(range(203))
+    longest = [lengths[batch[0]] for batch in batches]
+    assert longest == sorted(longest, reverse=True)
 
 
 def test_the_global_batch_does_not_know_the_layout_when_shares_are_given(lengths):

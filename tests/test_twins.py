@@ -13,7 +13,8 @@ def train(worker: Worker, args: Namespace) -> None:
         micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
-        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch)
+        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
         torch.manual_seed(derive_seed(args.seed, "weights"))
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")

@@ -5,6 +5,7 @@ by tokens (token_balance.py), and the loss of tagging is a mean over labelled wo
 """
 
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
         sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, PASS_TOKENS[device.type])
         train_loader = part_loader(rows, sampler, args.seed)
+        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -95,7 +97,7 @@ def train(worker: Worker, args: Namespace) -> None:
         if args.eval_only:
             for role, held_out in found.held_out.items():
                 report.line(f"the {role} set:")
-                report.evaluation(step, **evaluate(net, held_out, args.eval_batch, group, precision).numbers)
+                report.evaluation(step, **evaluate(net, held_out, args.eval_batch, group, precision, in_turn).numbers)
             return
         measure = scores.MEASURE[args.task]
         best_score = best.score_so_far(group, folder, measure, step)
@@ -141,7 +143,9 @@ def train(worker: Worker, args: Namespace) -> None:
                         precision.require_finite(done.step, done.loss, done.grad_norm)
                 if epoch_ends:
                     with report.pause():
-                        numbers = evaluate(net, found.held_out["dev"], args.eval_batch, group, precision).numbers
+                        numbers = evaluate(
+                            net, found.held_out["dev"], args.eval_batch, group, precision, in_turn
+                        ).numbers
                     report.evaluation(step, **numbers)
                     if numbers[measure] > best_score:  # before the checkpoint: a run killed in between evaluates again
                         best_score = numbers[measure]
@@ -155,7 +159,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with report.pause():
             best_step = best.load(group, folder, net) or step
             final = {
-                role: evaluate(net, held_out, args.eval_batch, group, precision)
+                role: evaluate(net, held_out, args.eval_batch, group, precision, in_turn)
                 for role, held_out in found.held_out.items()
             }
             if worker.is_main:
@@ -173,7 +177,12 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(
-    net: PreTrainedModel, held_out: LabelledRows, eval_batch: int, group: Group, precision: Precision
+    net: PreTrainedModel,
+    held_out: LabelledRows,
+    eval_batch: int,
+    group: Group,
+    precision: Precision,
+    in_turn: Callable[[], Iterator[int]] | None,
 ) -> Scores:
     """Scores of a held-out set: each row on one rank, and rank 0 scores the whole sentences.
 
@@ -184,7 +193,7 @@ def evaluate(
     worker, device = group.worker, group.device
     sums = Sums("loss", "count", device=device)
     predicted: dict[int, list[int]] = {}  # row -> the labels of its words, or its class
-    for indices in SortedShard(held_out.rows.lengths, worker.rank, worker.world_size, eval_batch):
+    for indices in SortedShard(held_out.rows.lengths, worker.rank, worker.world_size, eval_batch, in_turn):
         for batch, _ in held_out.rows.get_batch(indices).passes(None, PASS_TOKENS[device.type]):
             batch = move(batch, device)
             with precision.autocast():

@@ -6,6 +6,7 @@ called again on the open store, so that the members of a job may change (see doc
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -92,6 +93,20 @@ class Group:
                 turn.raise_failure()
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(what)
+
+    def numbers(self, name: str) -> Callable[[], Iterator[int]]:
+        """A function whose result counts 0, 1, 2, ... for all ranks together: each number goes to one rank only.
+
+        Each call counts anew. Every rank must call the function as often as the others.
+        """
+        rounds = itertools.count()
+
+        def count() -> Iterator[int]:
+            key = f"{name}/{next(rounds)}"
+            while True:
+                yield self.store.add(key, 1) - 1
+
+        return count
 
     def agree(self, **values: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Every rank must call this."""

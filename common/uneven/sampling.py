@@ -4,7 +4,7 @@ Both are batch samplers, for `loading.part_loader`: one item of the loader is th
 optimizer step (training), or one batch of its shard (evaluation).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.utils.data import Sampler
@@ -12,6 +12,8 @@ from torch.utils.data import Sampler
 from common.errors import UserError
 from common.uneven.batching import BatchPlan
 from common.uneven.seeding import derive_seed
+
+BATCHES_A_RANK = 8  # at least, where ranks take batches in turn: the last ones then end at about the same time
 
 
 class Indices(list[int]):
@@ -80,19 +82,38 @@ class UnevenDistributedSampler(Sampler[list[int]]):
 
 
 class EvaluationSampler(Sampler[list[int]]):
-    """This rank's contiguous shard of an evaluation set, in batches: every sample on exactly one rank.
+    """Batches of an evaluation set: every sample on exactly one rank, and nothing is repeated.
 
-    Shards differ by at most one sample, and nothing is repeated to make them equal. Ranks may have different numbers
-    of batches, so the loop must contain no collective: evaluate the model itself, not its DDP wrapper.
+    Each rank has a contiguous shard; shards differ by at most one sample. With `numbers`, the ranks instead take the
+    next batch whenever they have done one, so that fast ranks do more of them. Either way ranks may have different
+    numbers of batches, so the loop must contain no collective: evaluate the model itself, not its DDP wrapper.
     """
 
-    def __init__(self, samples: int, rank: int, world_size: int, batch: int):
+    def __init__(
+        self,
+        samples: int,
+        rank: int,
+        world_size: int,
+        batch: int,
+        numbers: Callable[[], Iterator[int]] | None = None,  # 0, 1, 2, ..., each given to one rank (Group.numbers)
+    ):
         self.shard = range(samples * rank // world_size, samples * (rank + 1) // world_size)
-        self.batch = batch
+        self.samples, self.batch, self.numbers = samples, batch, numbers
+        if numbers:
+            self.batch = max(1, min(batch, samples // (world_size * BATCHES_A_RANK)))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.shard), self.batch):
-            yield Indices(self.shard[start : start + self.batch])
+        if not self.numbers:
+            for start in range(0, len(self.shard), self.batch):
+                yield Indices(self.shard[start : start + self.batch])
+            return
+        for number in self.numbers():
+            start = number * self.batch
+            if start >= self.samples:
+                return
+            yield Indices(range(start, min(start + self.batch, self.samples)))
 
     def __len__(self) -> int:
+        if self.numbers:
+            raise TypeError("how many batches this rank will take is not known")
         return -(-len(self.shard) // self.batch)

@@ -11,13 +11,14 @@ little padding:
 Each rank cuts its part into passes (micro-batches) where a cut saves more padding than a pass costs.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from common.uneven.batching import BatchPlan
-from common.uneven.sampling import UnevenDistributedSampler
+from common.uneven.sampling import BATCHES_A_RANK, UnevenDistributedSampler
 
 # What one more forward and backward costs besides its tokens, in tokens. On a CPU that is mostly the gradient of the
 # embedding, which is as large as the vocabulary; on a GPU it is the launches of kernels that have little work each.
@@ -100,21 +101,32 @@ class TokenBalancedSampler(UnevenDistributedSampler):
 class SortedShard(Sampler[list[int]]):
     """This rank's rows of an evaluation set in batches of similar length, each row on exactly one rank.
 
-    Each rank gets the same number of tokens, not of rows. Ranks may run different numbers of batches, so nothing in
-    the loop may be a collective.
+    Each rank gets the same number of tokens, not of rows. With `numbers`, as in EvaluationSampler, the ranks take
+    batches in turn, the longest rows first. Ranks may run different numbers of batches, so nothing in the loop may be
+    a collective.
     """
 
-    def __init__(self, lengths: np.ndarray, rank: int, world_size: int, most_rows: int):
-        order = np.argsort(-lengths, kind="stable")
-        borders = cut_parts_of_many(lengths[order], world_size)
-        self.rows, self.most_rows = order[borders[rank] : borders[rank + 1]], most_rows
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        rank: int,
+        world_size: int,
+        most_rows: int,
+        numbers: Callable[[], Iterator[int]] | None = None,
+    ):
+        self.rows, self.most_rows, self.numbers = np.argsort(-lengths, kind="stable"), most_rows, numbers
+        if not numbers:
+            borders = cut_parts_of_many(lengths[self.rows], world_size)
+            self.rows = self.rows[borders[rank] : borders[rank + 1]]
+        else:
+            self.most_rows = max(1, min(most_rows, len(lengths) // (world_size * BATCHES_A_RANK)))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.rows), self.most_rows):
-            yield self.rows[start : start + self.most_rows].tolist()
-
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.most_rows)
+        for number in self.numbers() if self.numbers else itertools.count():
+            rows = self.rows[number * self.most_rows : (number + 1) * self.most_rows]
+            if not len(rows):
+                return
+            yield rows.tolist()
 
 
 def cut_parts_of_many(lengths: np.ndarray, parts: int) -> list[int]:
