@@ -70,6 +70,15 @@ def test_every_loss_and_the_weights_do_not_know_the_layout(name, reference, tmp_
         assert here["count"] == there["count"]
 
 
+def test_losses_and_weights_stay_the_same_while_shares_follow_speed_and_a_loader_fetches_ahead(reference, tmp_path):
+    folder, flags = reference
+    slow = ("--micro-batch", "3x50,1")  # many small passes on rank 3
+    play(BERT, (3, 1), tmp_path, *flags, "--balance", "auto", *slow, "--data-workers", 1)
+    assert rows(tmp_path, "ranks")[-1]["shares"][3] < rows(tmp_path, "ranks")[0]["shares"][3]
+    assert losses(tmp_path) == pytest.approx(losses(folder), abs=1e-9)
+    assert largest_difference(weights(tmp_path), weights(folder)) < 1e-8
+
+
 def test_float32_agrees_at_first_and_in_the_end(text, tmp_path):
     for gpus in ((1,), (3, 1)):
         play(BERT, gpus, tmp_path / str(len(gpus)), *flags_of(text, "mlm", "--epochs", 2))

@@ -39,7 +39,8 @@ def test_ranks_without_a_single_sample_change_nothing(reference, tmp_path):
 def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
     flags = (*FLAGS[:4], "--global-batch", 3, "--max-steps", 20)
     play(MNIST, (1,), tmp_path / "one", *flags)
-    play(MNIST, (3, 2), tmp_path / "five", *flags)
+    said = play(MNIST, (3, 2), tmp_path / "five", *flags)[0].output
+    assert "shares 1 x3, 0 x2, micro-batches of at most 1; 2 ranks without samples" in said
     assert largest_difference(weights(tmp_path / "five"), weights(tmp_path / "one")) < 1e-10
 
 

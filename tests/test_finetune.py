@@ -63,6 +63,14 @@ def test_a_rank_without_a_share_changes_nothing(ner, reference, tmp_path):
     assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
 
 
+def test_weights_and_losses_stay_the_same_while_tokens_follow_speed(ner, reference, tmp_path):
+    slow = ("--micro-batch", "3x16,1")  # many small passes on rank 3
+    play(FINETUNE, (3, 1), tmp_path, *ner, *EXACT, "--balance", "auto", *slow)
+    assert rows(tmp_path, "ranks")[-1]["shares"][3] < rows(tmp_path, "ranks")[0]["shares"][3]
+    assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
+    assert losses(tmp_path) == pytest.approx(losses(reference), abs=1e-12)
+
+
 def test_classification_does_not_know_the_layout(classify, tmp_path):
     play(FINETUNE, (1,), tmp_path / "one", *classify, *EXACT)
     play_torchrun(FINETUNE, (3, 1), tmp_path / "four", *classify, *EXACT)

@@ -18,12 +18,13 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
     micro_batch = options.flags.get("micro_batch") or max(plan.shares)
     most = runs(micro_batch) if isinstance(micro_batch, list) else str(micro_batch)
+    idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
     lines = {
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
         "devices": "; ".join(f"{host}: {_counted(names)}" for (_, host), names in hosts.items()),
         "backend": f"{group.backend}, {options.flags['precision']}",
         "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
-        f"micro-batches of at most {most}",
+        f"micro-batches of at most {most}{idle}",
         **facts,
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
