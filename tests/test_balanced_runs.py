@@ -28,7 +28,8 @@ def slow_rank(tmp_path_factory):
 @pytest.fixture(scope="module")
 def balanced(slow_rank, tmp_path_factory):
     folder = tmp_path_factory.mktemp("balanced")
-    play(slow_rank, (3, 1), folder, *FLAGS, "--epochs", 3, "--balance", "auto")
+    said = play(slow_rank, (3, 1), folder, *FLAGS, "--epochs", 3, "--balance", "auto")[0].output
+    assert "shares by speed: " in said
     return folder
 
 

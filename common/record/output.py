@@ -21,7 +21,7 @@ from common.uneven.batching import BatchPlan
 
 # of a step's time: its name in "ranks" rows -> in the summary
 TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
-SAID_AGAIN = 0.2  # a share that has changed by this part of itself is worth a line
+SAID_AGAIN = 0.1  # a share that has changed by this part of the global batch is worth a line
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
 
@@ -83,7 +83,8 @@ class Output:
         self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
 
     def _say_new_shares(self, shares: tuple[int, ...]) -> None:
-        if any(abs(now - said) > SAID_AGAIN * said for now, said in zip(shares, self.said_shares, strict=True)):
+        changes = (abs(now - said) for now, said in zip(shares, self.said_shares, strict=True))
+        if max(changes) > SAID_AGAIN * self.plan.global_batch:
             self.said_shares = shares
             self.terminal.line(f"step {self.last_step}: shares by speed: {wording.runs(shares)}")
 
