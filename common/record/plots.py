@@ -1,5 +1,6 @@
 """curves.png: the loss, the evaluations and each rank's time of one metrics.jsonl."""
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -9,11 +10,13 @@ from common.record.metrics import read_metrics
 # from the bottom of a bar to its top
 COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
 NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds"}  # of an eval row
+PANEL_HEIGHT = 4.2
 PANEL_INCHES = 5.5  # the width of a panel; that of many ranks is wider
 SIDE_BY_SIDE = 4  # ranks whose figures fit above their bars
 UPRIGHT = 48  # ranks whose figures fit there when they are turned by 90 degrees
 
 Rows = list[dict[str, Any]]
+Panel = tuple[float, Callable[[Any], None]]  # inches wide, and a function that draws into axes
 
 
 def plot_curves(metrics: Path, picture: Path) -> None:
@@ -28,33 +31,44 @@ def draw_curves(rows: Rows) -> Any:
     """A matplotlib Figure with a panel for the loss, one for measures between 0 and 1, one for measures of other
     scales, such as perplexity, one for time by rank, and two for shares that change; without those that would be
     empty."""
-    from matplotlib.figure import Figure
-
     train, evals, ranks = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval", "ranks"))
     measures = _measures(evals)
     fractions = {name: points for name, points in measures.items() if all(0 <= value <= 1 for _, value in points)}
     others = {name: points for name, points in measures.items() if name not in fractions}
-    widths = [PANEL_INCHES] * (1 + bool(fractions) + bool(others))
-    if ranks:
-        widths.append(max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT)))
     here = [row for row in ranks if len(row["shares"]) == len(ranks[-1]["shares"])]  # others are of other layouts
     changing = any(row["shares"] != here[0]["shares"] for row in here)
-    if changing:
-        widths += [PANEL_INCHES] * 2
-    figure = Figure(figsize=(sum(widths), 4.2), dpi=110, layout="constrained")
-    left = iter(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
-    _plot_losses(next(left), train, evals)
+    curves: list[Panel] = [(PANEL_INCHES, lambda axes: _plot_losses(axes, train, evals))]
     if fractions:
-        _plot_measures(next(left), fractions, "Held out")
+        curves.append((PANEL_INCHES, lambda axes: _plot_measures(axes, fractions, "Held out")))
     if others:
-        _plot_measures(next(left), others, "Held out, other scales")
+        curves.append((PANEL_INCHES, lambda axes: _plot_measures(axes, others, "Held out, other scales")))
+    times: list[Panel] = []
     if ranks:
-        _plot_ranks(next(left), [row for row in ranks if row["shares"] == ranks[-1]["shares"]])
+        wide = max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT))
+        last = [row for row in ranks if row["shares"] == ranks[-1]["shares"]]
+        times.append((wide, lambda axes: _plot_ranks(axes, last)))
     if changing:
-        _plot_over_time(next(left), here, ["shares"], "Shares", f"samples of {sum(here[-1]['shares']):,} a step")
-        _plot_over_time(next(left), here, ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)", "ms a step")
+        unit = f"samples of {sum(here[-1]['shares']):,} a step"
+        times.append((PANEL_INCHES, lambda axes: _plot_over_time(axes, here, ["shares"], "Shares", unit)))
+        both, title = ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)"
+        times.append((PANEL_INCHES, lambda axes: _plot_over_time(axes, here, both, title, "ms a step")))
+    figure = _figure([curves, times] if changing else [[*curves, *times]])
     for axes in figure.axes:
         axes.grid(alpha=0.3)
+    return figure
+
+
+def _figure(rows: list[list[Panel]]) -> Any:
+    """A Figure with these panels drawn in it, row by row."""
+    from matplotlib.figure import Figure
+
+    width = max(sum(inches for inches, _ in row) for row in rows)
+    figure = Figure(figsize=(width, PANEL_HEIGHT * len(rows)), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(len(rows), 1)
+    for number, row in enumerate(rows):
+        cells = grid[number].subgridspec(1, len(row), width_ratios=[inches for inches, _ in row])
+        for index, (_, draw) in enumerate(row):
+            draw(figure.add_subplot(cells[index]))
     return figure
 
 
