@@ -1,11 +1,12 @@
 """Every command, path and link in README, CONTRIBUTING, docs and launch_scripts is true."""
 
+import os
 import re
 import shlex
 
 import pytest
 
-from tests.harness import ROOT, flags_of
+from tests.harness import ROOT, flags_of, run
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "launch_scripts").glob("*"))
@@ -105,3 +106,10 @@ def test_every_launch_script_has_a_header_and_no_fixed_address(script):
 def test_commands_are_found_at_all():
     """The tests above can fail: the README holds commands and they are recognised."""
     assert ("mnist-distributed.py", ["-n", "2", "-g", "8,2", "-i", "0"]) in commands(ROOT / "README.md")
+
+
+def test_every_program_that_names_its_interpreter_can_be_started():
+    tracked = run("git", "ls-files", cwd=ROOT).output.split()
+    programs = [ROOT / name for name in tracked if (ROOT / name).read_bytes()[:2] == b"#!"]
+    assert programs
+    assert [path for path in programs if not os.access(path, os.X_OK)] == []

@@ -124,3 +124,8 @@ def test_a_data_set_of_many_tensors_reaches_the_loaders_processes():
 def test_options_of_a_dataloader_that_a_part_loader_cannot_take_are_named(option, hint):
     with pytest.raises(UserError, match=f"part_loader has {hint}"):
         part_loader(LABELS, [Indices([1])], **option)
+
+
+def test_a_sampler_of_single_samples_is_refused():
+    with pytest.raises(UserError, match="the sampler gives one sample at a time"):
+        next(iter(part_loader(LABELS, torch.utils.data.SequentialSampler(LABELS))))

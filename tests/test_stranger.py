@@ -323,6 +323,78 @@ def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact)
     exact(more=RESHAPES, net="Reshapes()", wrap="stand_in=True", data="Samples(82)")  # a last step of two samples
 
 
+# --- two networks, each with a loss and an optimizer of its own ---------------------------------------------------
+
+TWO = """
+timer, data = StepTimer(group.device), Samples(90)
+plan = plan_batches(len(data), 40, worker.world_size, (3, 2, 2, 1)[: worker.world_size])
+sampler = UnevenDistributedSampler(plan, worker.rank, 3)
+loader = part_loader(data, sampler)
+torch.manual_seed(0)
+maker, critic = (nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width)).double() for width in (6, 1))
+optimizers = torch.optim.Adam(maker.parameters(), 3e-3), torch.optim.SGD(critic.parameters(), 0.05, momentum=0.9)
+empty = torch.zeros(0, 6, dtype=torch.float64)
+made, judged = (ddp.wrap(net, plan, timer, lambda model: model(empty).sum()) for net in (maker, critic))
+step, losses = 0, []
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for part in timer.steps(loader, len(sampler)):
+        loss_sum, count = torch.zeros((), dtype=torch.float64), plan.global_count(step)
+        for (x, _), is_last in micro_batches(move(part, group.device, torch.float64), plan.part(step, worker.rank), 5):
+            {before}
+            with ddp.reduce_gradients_if(is_last, judged, timer):
+                both = judged(torch.cat([x, maker(x).detach()]))
+                loss = nn.functional.softplus(-both[: len(x)]).sum() + nn.functional.softplus(both[len(x) :]).sum()
+                (loss / count).backward()
+            loss_sum += loss.detach()
+            critic.requires_grad_({critic_learns})
+            with ddp.reduce_gradients_if(is_last, made, timer):
+                fake = {fake}
+                loss = (fake - x).square().sum() + nn.functional.softplus(-{critic}(fake)).sum()
+                (loss / count).backward()
+            critic.requires_grad_(True)
+            loss_sum += loss.detach()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.all_reduce(loss_sum)
+        losses.append(float(loss_sum / count))
+        step += 1
+if worker.is_main:
+    Path(args.out_dir, "losses.json").write_text(json.dumps(losses))
+"""
+ONE_LOOP = {"before": "pass", "critic_learns": "False", "fake": "made(x)", "critic": "critic"}
+
+
+@pytest.fixture
+def two_networks(outputs, monkeypatch):
+    """`two_networks(gpus, name=code, ...)`: what this trainer prints with these lines changed, and its losses."""
+
+    def run(gpus, **changed):
+        monkeypatch.setitem(globals(), "BODY", TWO)
+        return outputs(gpus, **ONE_LOOP | changed)
+
+    return run
+
+
+def test_two_networks_in_one_loop_are_exact_though_ranks_have_different_numbers_of_micro_batches(two_networks):
+    _, one = two_networks((1,))
+    results, uneven = two_networks((3, 1))
+    assert len(one) == 9, results[0].output
+    assert uneven == pytest.approx(one, abs=1e-12)
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"before": "early = made(x)", "fake": "early"}, "the wrapped model runs outside of its own `with reduce_grad"),
+    ({"critic": "judged"}, "the wrapped model runs outside of its own `with reduce_gradients_if"),
+    ({"critic_learns": "True"}, "has left gradients in 0.weight, 0.bias, 2.weight and 1 more of another one"),
+])  # fmt: skip
+def test_gradients_that_no_rank_exchanges_are_refused(two_networks, changed, said):
+    results, _ = two_networks((3, 1), **changed)
+    assert all(result.code != 0 for result in results)
+    assert said in results[0].output
+
+
 # --- refused by name ---------------------------------------------------------------------------------------------
 
 

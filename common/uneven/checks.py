@@ -113,9 +113,25 @@ class Guard:
             raise UserError(
                 f"backward did not reach {_shown(missing) or 'some parameters in the last micro-batch'}, and the other "
                 "ranks would wait for the gradients: let every forward use all parameters on every rank, add "
-                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False)"
-                f"{where}",
+                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False); "
+                f"networks that have losses of their own each need a wrap(){where}",
                 same_on_every_rank=same_on_every_rank,
+            )
+
+    def gradients(self) -> dict[str, tuple[int, int]]:
+        """By name of a parameter, which tensor its gradient is, and how often that has been written."""
+        return {
+            name: (id(one.grad), one.grad._version) for name, one in self.net.named_parameters() if one.grad is not None
+        }
+
+    def require_untouched(self, before: dict[str, tuple[int, int]]) -> None:
+        """Raise UserError if the gradients are not those that `gradients` found: another network's loss went through
+        this one, and no rank exchanges what that left here."""
+        after = self.gradients()
+        if changed := [name for name in after if before.get(name) != after[name]]:
+            raise UserError(
+                f"the backward of one wrapped network has left gradients in {_shown(changed)} of another one, which "
+                "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile"
             )
 
     def require_same_buffers(self) -> None:

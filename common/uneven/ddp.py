@@ -29,11 +29,34 @@ from common.uneven.timer import StepTimer
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py)."""
+    """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py).
+
+    DDP decides in forward whether the next backward exchanges gradients, so a forward that belongs to a backward must
+    run in `reduce_gradients_if` of this model.
+    """
 
     def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
         self.guard = guard()
+        self.in_micro_batch = False  # of `reduce_gradients_if`
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled() and not self.in_micro_batch:
+            raise UserError(
+                "the wrapped model runs outside of its own `with reduce_gradients_if(is_last, model, timer)`: put "
+                "forward and backward of a micro-batch inside. For anything else use the module itself, frozen or "
+                "under torch.no_grad()"
+            )
+        return super().forward(*inputs, **named)
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Allow forward in the body."""
+        self.in_micro_batch = True
+        try:
+            yield
+        finally:
+            self.in_micro_batch = False
 
 
 def wrap(
@@ -48,11 +71,12 @@ def wrap(
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
-    `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets after the
-    first backward, which changes the order of summation: that backward is done here, and its gradients are thrown
-    away, so that a resumed run is bit-identical to one that was not interrupted. With `stand_in`, the model never gets
-    a batch of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches
-    are refused: for a loss over the global batch.
+    `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets in its
+    second forward, with an exchange, which changes the order of summation. So two backwards are done here, and their
+    gradients are thrown away: a resumed run is bit-identical to one that was not interrupted, and ranks with different
+    numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch of
+    no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are refused:
+    for a loss over the global batch.
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
@@ -77,10 +101,13 @@ def wrap(
         **keep_buffers,
     )
     wrapped.register_comm_hook(timer, _sum_over_ranks)
-    _forward_of_no_rows(wrapped, empty_loss).backward()
-    wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
+    with wrapped.micro_batch():
+        for _ in range(2):
+            _forward_of_no_rows(wrapped, empty_loss).backward()
+            wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
+    timer.models.append(wrapped)
     return wrapped
 
 
@@ -120,8 +147,12 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     model.guard.require_whole_part(is_last)
     alone = dist.get_world_size() == 1
     timer.unmark("ready")
-    with nullcontext() if is_last and not alone else model.no_sync():
+    others = [other.guard for other in timer.models if other is not model]
+    before = [guard.gradients() for guard in others]
+    with model.micro_batch(), nullcontext() if is_last and not alone else model.no_sync():
         yield
+    for guard, gradients in zip(others, before, strict=True):
+        guard.require_untouched(gradients)
     if is_last:
         if alone:
             timer.mark("ready")

@@ -8,7 +8,7 @@ import contextlib
 import io
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,11 @@ class Parts(Dataset):
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset does not promise a length
 
     def __getitems__(self, indices: list[int]) -> Any:
+        if not isinstance(indices, Sequence):
+            raise UserError(
+                f"the sampler gives one sample at a time ({indices!r}), not the samples of a part: use "
+                "UnevenDistributedSampler(plan, rank, seed) of common.uneven.sampling"
+            )
         if isinstance(self.dataset, BatchedDataset):
             return self.dataset.get_batch(indices)
         epoch, chosen = getattr(indices, "epoch", 0), indices or [0]

@@ -46,6 +46,7 @@ class StepTimer:
         self.done: list[Marks] = []  # since `take`
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
+        self.models: list[Any] = []  # that `ddp.wrap` has made with this timer
 
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
