@@ -74,9 +74,9 @@ def wrap(
     `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets in its
     second forward, with an exchange, which changes the order of summation. So two backwards are done here, and their
     gradients are thrown away: a resumed run is bit-identical to one that was not interrupted, and ranks with different
-    numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch of
-    no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are refused:
-    for a loss over the global batch.
+    numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch
+    of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are
+    refused: for a loss over the global batch.
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
