@@ -29,7 +29,7 @@ bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it fo
 	    "The method returns a [MASK] object." "The object must be an [MASK] of the class."
 
 test: .venv  ## all that needs neither root nor a GPU nor a network
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Debian's packages
 	bash tests/cluster/run.sh

@@ -71,4 +71,4 @@ def test_a_step_without_reduce_gradients_if_is_named(tmp_path):
     trainer = altered(tmp_path / "stranger_ddp", {"with reduce_gradients_if(is_last, model, timer):": "if True:"})
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", *FLAGS), tmp_path).results():
         assert node.code == 2, node.output
-        assert "put forward and backward of each micro-batch into `with reduce_gradients_if" in node.output
+        assert "outside of its own `with reduce_gradients_if(is_last, model, timer)`" in node.output

@@ -8,7 +8,7 @@ from tests.harness import MNIST, play
 from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--max-steps", 4)
-REPORT = "report = Report(group, plan, timer, options, untrained_loss)"
+REPORT = "report = Report(group, plan, timer, options, untrained_loss, precision=precision)"
 TRACKERS = """
 import json
 from pathlib import Path
