@@ -134,11 +134,17 @@ class _Search:
     def _find_ended(self) -> list[int]:
         """The ranks whose processes have ended, though they had not lost contact themselves."""
         space = self.views[self.worker.rank]["pid_space"]
-        gone = [view["rank"] for view in self.views if view["pid_space"] == space and not _is_running(view["pid"])]
+        here = [view["rank"] for view in self.views if view["pid_space"] == space]
+        gone = [rank for rank in here if not self._runs_here(rank)]
         if ended := [rank for rank in gone if not self.store.check([f"survivor/{rank}"])]:
             self.store.set("ended", json.dumps(ended))
             return ended
         return json.loads(self.store.get("ended")) if self.store.check(["ended"]) else []
+
+    def _runs_here(self, rank: int) -> bool:
+        """True if this process can see that the rank's process runs."""
+        mine, view = self.views[self.worker.rank], self.views[rank]
+        return view["pid_space"] == mine["pid_space"] and _is_running(view["pid"])
 
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
@@ -147,6 +153,8 @@ class _Search:
         known = [json.loads(self.store.get(key)) for key in posted.values()]
         peers, late = {one["peer"] for one in known}, any(one["late"] for one in known)
         silent = [rank for rank in ranks if rank not in posted]
+        if not late:  # a connection was closed, which a process that runs does not do: it has not noticed yet
+            silent = [rank for rank in silent if not self._runs_here(rank)]
         self.lost = [rank for rank in silent if self.views[rank]["addresses"]["own"] in peers] or silent
         who = f"{'one of ' * (len(self.lost) > 1)}{self._places(self.lost, 'or')}"
         if late and self.lost:
