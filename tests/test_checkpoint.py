@@ -138,3 +138,11 @@ def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_p
 def test_resume_says_that_there_is_nothing_to_resume_from(tmp_path):
     (node,) = play(MNIST, (1,), tmp_path / "new", "--dataset", "digits", "--max-steps", 1, "--resume")
     assert f"--resume: there is no checkpoint in {tmp_path / 'new'} yet: starting from the beginning" in node.output
+
+
+def test_an_optimizer_with_a_parameter_outside_the_model_is_refused(tmp_path):
+    more = "AdamW([*net.parameters(), torch.nn.Parameter(torch.zeros(()))]"
+    trainer = altered(tmp_path / "scale_ddp", {"AdamW(net.parameters()": more})
+    for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
+        assert node.code == 2, node.output
+        assert "the part optimizer of a checkpoint trains a parameter that is not in the model" in node.output

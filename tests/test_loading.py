@@ -129,3 +129,13 @@ def test_options_of_a_dataloader_that_a_part_loader_cannot_take_are_named(option
 def test_a_sampler_of_single_samples_is_refused():
     with pytest.raises(UserError, match="the sampler gives one sample at a time"):
         next(iter(part_loader(LABELS, torch.utils.data.SequentialSampler(LABELS))))
+
+
+def test_a_collate_function_with_a_generator_of_its_own_is_refused():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(samples):
+        return torch.stack(samples) + torch.rand(len(samples), generator=generator)
+
+    with pytest.raises(UserError, match="the collate function noisy draws random numbers"):
+        next(iter(part_loader(LABELS, [Indices([1, 2])], collate=noisy)))
