@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `--balance auto` wins where ranks differ in speed: steps per second against equal shares, beside the ceiling.
 
-    balance.py [--repeat 3] [--only CELL,...] [--data-dir data] [--plot docs/balance.png]
+    balance.py [--repeat 3] [--only two,four,equal,changes] [--data-dir data]
 
 Each rank is a node of its own, in a control group that gives it a fraction of a core. With equal shares the slowest
 rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). The
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cores import Cores
+from benchmarks.cores import Cores, fractions
 from benchmarks.data import require_mnist
 from benchmarks.machine import describe
 from common.launch.addresses import free_port
@@ -77,13 +77,10 @@ def steps_per_second(rows: list[dict]) -> float:
 
 def measure(trainer: str, speeds: tuple[float, ...], flags: list[str]) -> tuple[float, list[dict]]:
     """(steps per second, rows) of one run."""
-    cores = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(speeds)]
-    with tempfile.TemporaryDirectory() as folder:
+    with fractions(speeds) as cores, tempfile.TemporaryDirectory() as folder:
         job = Job(trainer, cores, Path(folder) / "run", flags)
         job.wait()
         rows = job.rows()
-    for one in cores:
-        one.remove()
     return steps_per_second(rows), rows
 
 
@@ -106,8 +103,7 @@ def compare(trainer: str, name: str, flags: list[str], repeat: int) -> list[dict
 
 def follow(trainer: str, flags: list[str], before: tuple[float, float], after: tuple[float, float]) -> list[dict]:
     """Change the speeds in the middle of a run, and print when the shares have followed."""
-    cores = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(before)]
-    with tempfile.TemporaryDirectory() as folder:
+    with fractions(before) as cores, tempfile.TemporaryDirectory() as folder:
         job = Job(trainer, cores, Path(folder) / "run", [*flags, "--balance", "auto"])
         while not (rows := job.rows()) or rows[-1]["step"] < 40:
             time.sleep(0.01)
@@ -118,8 +114,6 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
         changed = job.rows()[-1]["step"]
         job.wait()
         rows = job.rows()
-    for one in cores:
-        one.remove()
     batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
     there = next(
         (row["step"] for row in rows if row["step"] > changed and abs(row["shares"][0] / batch - wanted) < 0.1), None

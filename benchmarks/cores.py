@@ -1,11 +1,24 @@
 """Fractions of a core for processes, through Linux's control groups: what makes a rank slow here. Needs root."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PERIOD_MICROSECONDS = 5000  # short beside a step, so that a rank is slow and not stopped now and then
 ROOT = Path("/sys/fs/cgroup")
+
+
+@contextlib.contextmanager
+def fractions(speeds: Sequence[float]) -> Iterator[list["Cores"]]:
+    """A control group for each of `speeds`, in cores; removed afterwards, once all their processes have ended."""
+    groups = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(speeds)]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.remove()
 
 
 class Cores:

@@ -91,6 +91,14 @@ def test_a_later_change_from_an_earlier_step_takes_the_place_of_the_one_before()
     assert [plan.shares_at(step) for step in (0, 11, 12, 13, 14)] == [(5, 5), (5, 5), (2, 8), (2, 8), (2, 8)]
 
 
+def test_shares_that_change_for_ever_do_not_fill_the_memory():
+    plan = plan_batches(100, 10, 2)
+    for step in range(1000):
+        plan.change_shares((1, step + 1), from_step=step)
+    assert len(plan.changes) <= 100
+    assert plan.shares == (0, 10) and sum(plan.shares_at(990)) == 10
+
+
 def test_sums_in_steps_are_those_of_the_samples_of_each_step():
     plan = plan_batches(samples=5, global_batch=2, world_size=3)
     assert plan.sums_in_steps([10, 20, 30, 40, 50], [4, 0, 3, 1, 2]) == [60, 60, 30]

@@ -278,6 +278,30 @@ def contrast(model, points, plan, step, rank):
     )
 
 
+def test_a_contrast_of_two_views_is_exact(exact):
+    exact(
+        more="""
+import math
+
+
+def contrast(model, one, two, plan, step, rank):
+    one, two = (nn.functional.normalize(model(view), dim=1) for view in (one, two))
+    everyone = torch.cat([gather_rows(one, plan, step), gather_rows(two, plan, step)])
+    first, count = plan.part(step, rank).start - plan.begin(step), plan.global_count(step)
+    places, loss_sum = torch.arange(first, first + len(one)), 0
+    for own, here, partner in ((one, places, places + count), (two, places + count, places)):
+        scores = own @ everyone.T / 0.5
+        scores[torch.arange(len(own)), here] = -math.inf
+        loss_sum = loss_sum + cross_entropy(scores, partner, reduction="sum")
+    return loss_sum
+""",
+        micro_batch="None",
+        wrap="whole_parts=True",
+        loss="contrast(model, micro[0], 0.9 * micro[0] + 0.1, plan, step, worker.rank)",
+        count="(2 * plan.global_count(step))",
+    )
+
+
 def test_two_optimizers_are_exact(exact):
     exact(
         more="""

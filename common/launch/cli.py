@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.launch import values
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions, LayoutFlags, RunOptions
+from common.launch.reading import count
 
 JOIN_TIMEOUT_SECONDS = 300.0
 # may differ between the nodes of one job
@@ -223,7 +224,7 @@ def check_training(args: argparse.Namespace, layout: Layout) -> None:
     for flag, numbers in (("--shares", args.shares), ("--micro-batch", args.micro_batch)):
         if isinstance(numbers, tuple) and len(numbers) != layout.world_size:
             raise UserError(
-                f"{flag} has {_plural(len(numbers), 'number')}, but the job has {_plural(layout.world_size, 'rank')}: "
+                f"{flag} has {count(len(numbers), 'number')}, but the job has {count(layout.world_size, 'rank')}: "
                 "give each rank one"
             )
 
@@ -236,10 +237,6 @@ def global_batch(args: argparse.Namespace, world_size: int) -> int:
 def micro_batch(args: argparse.Namespace, rank: int) -> int | None:
     """The most samples in one forward on this rank; None for all at once."""
     return args.micro_batch[rank] if isinstance(args.micro_batch, tuple) else args.micro_batch
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def recipe(args: argparse.Namespace) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class Balancer:
         mine = [sum(self.work), sum(one.passes for one in times), sum(one.update for one in times)]
         self.work = []
         done, passes, update, next_steps = _gathered([*mine, self.sampler.next_step], self.timer.device)
+        if not any(done):  # nobody had work, so nothing is known
+            return False
         self.speeds.note(done, passes, [one / WINDOW_STEPS for one in update], sum(done) / WINDOW_STEPS)
         from_step = int(max(next_steps))  # the first that no rank's loader has been given
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+KEPT_CHANGES = 100  # of the shares: no loader and no report goes back further
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -35,7 +37,7 @@ class BatchPlan:
 
     samples: int
     global_batch: int  # samples per optimizer step over all ranks
-    changes: list[Shares]  # the first one is from step 0 on
+    changes: list[Shares]  # the last hundred, in order of their steps
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -57,6 +59,7 @@ class BatchPlan:
         while self.changes and self.changes[-1].from_step >= from_step:
             self.changes.pop()
         self.changes.append(Shares(from_step, tuple(weights), split(self.global_batch, weights)))
+        del self.changes[:-KEPT_CHANGES]
 
     def begin(self, step: int) -> int:
         """Position of step `step`'s first sample in its epoch's order."""
@@ -75,7 +78,7 @@ class BatchPlan:
         return self._at(step).weights
 
     def _at(self, step: int) -> Shares:
-        return next(change for change in reversed(self.changes) if change.from_step <= step)
+        return next((change for change in reversed(self.changes) if change.from_step <= step), self.changes[0])
 
     def part(self, step: int, rank: int) -> range:
         """Rank `rank`'s part of step `step`, as positions in the epoch's order."""

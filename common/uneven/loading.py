@@ -25,6 +25,7 @@ NOT_OPTIONS = {
     **dict.fromkeys(("batch_size", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
     "collate_fn": "give the function as collate=",
 }
+CHECKED_SAMPLES = 4  # of the first batch, which are read again
 SHARED_TENSORS = 100  # at most, by file descriptors, between a rank and a loader's process
 
 
@@ -103,7 +104,7 @@ class Parts(Dataset):
         epoch, chosen = getattr(indices, "epoch", 0), indices or [0]
         with _random_state_kept():
             if not self.is_checked:
-                self._require_repeatable(chosen, epoch)
+                self._require_repeatable(chosen[:CHECKED_SAMPLES], epoch)
             batch = self._collated([self.sample(index, epoch) for index in chosen])
         return batch if indices else take_rows(batch, slice(0, 0))
 
@@ -113,8 +114,8 @@ class Parts(Dataset):
         return self.dataset[index]
 
     def _require_repeatable(self, chosen: list[int], epoch: int) -> None:
-        """Make the first batch twice: with the same seeds it must be the same. Samples and batches of unknown classes
-        are not compared."""
+        """Make a batch of these samples twice: with the same seeds it must be the same. Samples and batches of unknown
+        classes are not compared."""
         self.is_checked = True
         twice = [[self.sample(index, epoch) for index in chosen] for _ in range(2)]
         for index, first, second in zip(chosen, *twice, strict=True):

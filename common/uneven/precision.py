@@ -30,7 +30,7 @@ class Precision:
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled up under fp16."""
-        self.backpropagated += loss.detach()
+        self.backpropagated += loss.detach().sum()
         self.scaler.scale(loss).backward()
 
     def take_backpropagated(self) -> torch.Tensor:
