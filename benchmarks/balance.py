@@ -113,10 +113,10 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
             one.set(speed)
         changed = job.rows()[-1]["step"]
         job.wait()
-        rows = job.rows()
+        rows, changes = job.rows(), job.rows("shares")
     batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
     there = next(
-        (row["step"] for row in rows if row["step"] > changed and abs(row["shares"][0] / batch - wanted) < 0.1), None
+        (row["step"] for row in changes if row["step"] > changed and abs(row["shares"][0] / batch - wanted) < 0.1), None
     )
     print(
         f"{trainer}: speeds {before} become {after} about step {changed}: shares {rows[-1]['shares']} at the end, "

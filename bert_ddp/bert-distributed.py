@@ -24,6 +24,7 @@ from common.launch import cli, start, values
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
+    cli.add_link_flags(parser)
     training = cli.add_training_flags(parser, epochs=40, lr=1e-4, decayed="matrices")
     cli.add_warmup_flag(training, default="0")
     training.add_argument("--decay-power", type=values.positive_float, default=1.0, metavar="X", help="1: linear to 0")

@@ -27,6 +27,7 @@ ROLES = ("train", "dev", "test")
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=32)
+    cli.add_link_flags(parser)
     training = cli.add_training_flags(parser, epochs=3, lr=5e-5, decayed="matrices")
     cli.add_warmup_flag(training, default="10%")
     training.add_argument("--dropout", type=values.probability, metavar="P", help="instead of the model's own")

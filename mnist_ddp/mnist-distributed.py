@@ -23,6 +23,7 @@ from common.launch import cli, start, values
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
     cli.add_batch_flags(parser, global_batch=256)
+    cli.add_link_flags(parser)
     training = cli.add_training_flags(parser, epochs=3, lr=8e-3)
     training.add_argument("--label-smoothing", type=values.probability, default=0.05, help="in training")
     training.add_argument(

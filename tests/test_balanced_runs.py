@@ -1,5 +1,7 @@
 """Runs whose shares follow the ranks' speeds: the slow rank gets less, and the result stays the same."""
 
+import json
+
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
@@ -84,3 +86,14 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
 def test_a_micro_batch_of_its_own_for_each_rank_changes_nothing(one_process, tmp_path):
     play(MNIST, (2, 1), tmp_path, *FLAGS, "--epochs", 3, "--micro-batch", "2x30,7")
     assert losses(tmp_path) == pytest.approx(losses(one_process), abs=1e-12)
+
+
+def test_each_change_of_shares_is_a_row_at_its_first_step(balanced):
+    changes = rows(balanced, "shares")
+    assert changes and all(sum(row["shares"]) == 110 for row in changes)
+    for row in rows(balanced, "ranks"):
+        before = [change["shares"] for change in changes if change["step"] <= row["step"]]
+        assert row["shares"] == (before or [[28, 28, 27, 27]])[-1]
+    lines = (balanced / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(steps)

@@ -34,6 +34,7 @@ from common.uneven.batches import move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
 from common.uneven.loading import part_loader
+from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.seeding import derive_seed
 from common.uneven.sums import Sums
@@ -77,7 +78,10 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         schedule = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+        parts |= nodes.parts
 
         # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
         identity = {"data": found.fingerprint, "task": args.task}
@@ -89,7 +93,11 @@ def train(worker: Worker, args: Namespace) -> None:
             next(cut(rows.get_batch([])))[0], device
         )  # a row whose label does not count: it stands for no rows
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
-        model = ddp.wrap(compiled, plan, timer, lambda model: model(**stand_in.inputs()).logits.sum())
+
+        def empty_loss(model: torch.nn.Module) -> torch.Tensor:
+            return model(**stand_in.inputs()).logits.sum()
+
+        model = ddp.wrap(compiled, plan, timer, empty_loss, compress=args.compress, nodes=nodes)
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, precision=precision)
         for note in found.notes:
@@ -133,11 +141,12 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
+                are_same = nodes.end_step(now=epoch_ends)  # do all nodes have the same weights?
                 report.note(step, loss_sum, float(lr), grad_norm, count)
                 balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                saves = epoch_ends or report.checkpoint_is_due(step)
+                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
                 if saves or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)

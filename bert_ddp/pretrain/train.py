@@ -32,6 +32,7 @@ from common.uneven.batches import micro_batches, move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
 from common.uneven.loading import part_loader
+from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
@@ -77,7 +78,10 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
+        parts |= nodes.parts
 
         # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
         identity = {"data": f"{args.objective} {text.fingerprint}"}
@@ -85,9 +89,11 @@ def train(worker: Worker, args: Namespace) -> None:
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         empty = move(train_set.get_batch([]), device, precision.dtype)
-        model = ddp.wrap(
-            net, plan, timer, lambda model: bert.sum_of(model(**empty.inputs)), args.compile, stand_in=True
-        )
+
+        def empty_loss(model: torch.nn.Module) -> torch.Tensor:
+            return bert.sum_of(model(**empty.inputs))
+
+        model = ddp.wrap(net, plan, timer, empty_loss, args.compile, stand_in=True, compress=args.compress, nodes=nodes)
         untrained_loss = None if source else bert.untrained_loss(net)
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)
@@ -133,12 +139,13 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
+                evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
+                are_same = nodes.end_step(now=evaluates)  # do all nodes have the same weights?
                 report.note(step, loss_sum, lr, grad_norm, count)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                saves = epoch_ends or report.checkpoint_is_due(step)
+                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
                 if saves or evaluates or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)

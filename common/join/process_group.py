@@ -94,6 +94,14 @@ class Group:
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(what)
 
+    @property
+    def ranks_of_nodes(self) -> list[list[int]]:
+        """The ranks of each node."""
+        nodes: dict[tuple[int, str], list[int]] = {}
+        for view in self.views:
+            nodes.setdefault(node_of(view), []).append(view["rank"])
+        return list(nodes.values())
+
     def numbers(self, name: str) -> Callable[[], Iterator[int]]:
         """A function whose result counts 0, 1, 2, ... for all ranks together: each number goes to one rank only.
 

@@ -34,7 +34,7 @@ MAY_CHANGE = {
     *LAYOUT,
     *("interface", "join_timeout", "timeout", "work_timeout", "backend"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
-    *("max_steps", "precision", "compile"),
+    *("max_steps", "precision", "compile", "compress"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
@@ -163,6 +163,29 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     )
 
 
+def add_link_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("slow links between the nodes (both change the result a little)")
+    group.add_argument(
+        "--compress",
+        type=values.compression,
+        default="off",
+        metavar="bf16|powersgd:R",
+        help="exchange gradients rounded, or as products of matrices of rank R",
+    )
+    group.add_argument(
+        "--sync-every",
+        type=values.positive_int,
+        metavar="H",
+        help="let each node train by itself, and average the nodes' changes every H steps (DiLoCo)",
+    )
+    group.add_argument(
+        "--outer-lr", type=values.positive_float, default=0.7, metavar="X", help="of --sync-every's outer step"
+    )
+    group.add_argument(
+        "--outer-momentum", type=values.probability, default=0.9, metavar="X", help="Nesterov's, of the outer step"
+    )
+
+
 def add_training_flags(
     parser: argparse.ArgumentParser, epochs: int, lr: float, decayed: str = "all weights"
 ) -> argparse._ArgumentGroup:
@@ -221,12 +244,29 @@ def check_training(args: argparse.Namespace, layout: Layout) -> None:
         raise UserError(
             "--eval-only has nothing to evaluate: name a checkpoint with --resume PATH, or --resume for the last"
         )
+    if "compress" in args:
+        _check_links(args)
     for flag, numbers in (("--shares", args.shares), ("--micro-batch", args.micro_batch)):
         if isinstance(numbers, tuple) and len(numbers) != layout.world_size:
             raise UserError(
                 f"{flag} has {count(len(numbers), 'number')}, but the job has {count(layout.world_size, 'rank')}: "
                 "give each rank one"
             )
+
+
+def _check_links(args: argparse.Namespace) -> None:
+    if args.compress != "off":
+        if args.precision == "fp64":
+            raise UserError(
+                f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
+            )
+        if args.sync_every:
+            raise UserError(
+                f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients "
+                "then: leave one out"
+            )
+    if args.sync_every and args.precision == "fp16":
+        raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
 
 
 def global_batch(args: argparse.Namespace, world_size: int) -> int:

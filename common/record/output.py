@@ -42,7 +42,7 @@ class Output:
         """Open the files and print the header. Raises RunError where `folder` cannot be written."""
         self.plan, self.options, self.folder = plan, options, folder
         self.first_step = self.last_step = first_step
-        self.samples, self.said_shares = 0, plan.shares
+        self.samples, self.said_shares, self.shares_written = 0, plan.shares, first_step
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
         layout = group.worker.layout
         try:
@@ -71,6 +71,7 @@ class Output:
         for one in done:
             if not math.isfinite(one.loss):  # the trainer ends the run here
                 break
+            self._write_new_shares(one.step)
             if one.step % self.options.log_every == 0:
                 numbers = {"loss": one.loss, "lr": one.lr, "grad_norm": one.grad_norm}
                 self.metrics.write("train", one.step, **numbers, samples_per_second=rate)
@@ -81,6 +82,13 @@ class Output:
             self.spent_ms[TIMES[name]] += float(part.mean(dim=0).sum())
         self._say_new_shares(shares)
         self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
+
+    def _write_new_shares(self, step: int) -> None:
+        """A row for each change of shares up to `step`, with the first step that has them."""
+        for change in self.plan.changes:
+            if self.shares_written < change.from_step < step:
+                self.shares_written = change.from_step
+                self.metrics.write("shares", change.from_step + 1, shares=change.samples)
 
     def _say_new_shares(self, shares: tuple[int, ...]) -> None:
         changes = (abs(now - said) for now, said in zip(shares, self.said_shares, strict=True))

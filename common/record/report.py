@@ -48,6 +48,7 @@ class Report:
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
+        self.checkpoint_due = False
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
@@ -129,15 +130,16 @@ class Report:
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 
     def checkpoint_is_due(self, step: int) -> bool:
-        """True when --save-every asks for a checkpoint after `step` steps; the same on every rank."""
-        return self.options.save_every.is_due(step, self.unsaved_seconds)
+        """True when --save-every has asked for a checkpoint by step `step`; the same on every rank."""
+        self.checkpoint_due = self.checkpoint_due or self.options.save_every.is_due(step, self.unsaved_seconds)
+        return self.checkpoint_due
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Use around a checkpoint: its time does not count as training, and --save-every counts from its end."""
         with self.clock.saving():
             yield
-        self.unsaved_seconds = 0.0
+        self.unsaved_seconds, self.checkpoint_due = 0.0, False
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Use around an evaluation: its time does not count as training."""

@@ -1,6 +1,7 @@
 """The text of a report: the header of a run, and numbers as a person reads them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from common.join.process_group import Group
 from common.launch.options import RunOptions
@@ -25,9 +26,21 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         "backend": f"{group.backend}, {options.flags['precision']}",
         "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
         f"micro-batches of at most {most}{idle}",
+        **_links(options.flags, len(hosts)),
         **facts,
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
+
+
+def _links(flags: Mapping[str, Any], nodes: int) -> dict[str, str]:
+    """A line where the ranks do not exchange all gradients exactly in every step."""
+    if every := flags.get("sync_every"):
+        one = "; there is one node, so nothing is saved" if nodes == 1 else ""
+        often = "every step" if every == 1 else f"every {every} steps"
+        return {"links": f"nodes average their changes {often}, so the result depends on the nodes{one}"}
+    if (compress := flags.get("compress", "off")) != "off":
+        return {"links": f"gradients are exchanged as {compress}, so the result depends on the layout a little"}
+    return {}
 
 
 def measures(numbers: Mapping[str, object]) -> str:

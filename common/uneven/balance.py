@@ -25,6 +25,8 @@ from common.uneven.timer import StepTimer
 WINDOW_STEPS = 5  # between two exchanges of the ranks' times
 UNTIMED_STEPS = 2  # the first ones, which allocate memory and start libraries
 WORTHWHILE = 0.98  # a change must bring the time of a step below this part of what it is
+CLEAR = 0.9  # and unless it brings it below this, all of the last windows must say so
+WINDOWS = 6  # that are remembered
 JUMP = 0.25  # a speed that has changed by more is believed at once, once it is seen in two windows
 IDLE_WINDOWS = 10  # after so many a rank without samples gets one, to see whether it is faster now
 
@@ -87,11 +89,12 @@ class Speeds:
     """An estimate of the ranks' speeds, from the windows that are noted. Lists have one number a rank.
 
     A step takes rank r `cost[r] * work[r] + update[r]` milliseconds. A window's numbers are noisy: of the last three
-    windows the median counts, so that one slow step changes nothing, and small changes count half.
+    windows the median counts, so that one slow step changes nothing, and small changes count half. New shares have a
+    price, because libraries prepare for each size of a batch: for a small gain, six windows must agree.
     """
 
     def __init__(self) -> None:
-        self.windows: deque[tuple[list[float], list[float]]] = deque(maxlen=3)  # (cost, update) of each
+        self.windows: deque[tuple[list[float], list[float]]] = deque(maxlen=WINDOWS)  # (cost, update) of each
         self.cost: list[float] = []  # ms of forward and backward for a unit of work
         self.update: list[float] = []  # ms of the optimizer's step
         self.idle: list[int] = []  # windows since a rank had work
@@ -109,7 +112,7 @@ class Speeds:
                 for earlier, _ in self.windows:
                     earlier[rank] = cost[rank]
         self.windows.append((cost, list(update)))
-        costs, updates = zip(*self.windows, strict=True)
+        costs, updates = zip(*list(self.windows)[-3:], strict=True)
         self.cost = _damped(self.cost, [median(column) for column in zip(*costs, strict=True)])
         self.update = _damped(self.update, [median(column) for column in zip(*updates, strict=True)])
         self.step_work = step_work
@@ -121,12 +124,25 @@ class Speeds:
         probes = [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]
         for rank in probes:
             best[rank] = max(best[rank], 1.0)
-        now, then = (self._step_ms(split(global_batch, which), unit) for which in (weights, best))
-        return tuple(best) if probes or then < now * WORTHWHILE else None
+        now, then = (split(global_batch, which) for which in (weights, best))
+        if probes or self._is_worthwhile(now, then, unit):
+            return tuple(best)
+        return None
 
-    def _step_ms(self, shares: Sequence[int], unit: float) -> float:
-        """How long the slowest rank computes in a step."""
-        return max(share * unit * cost + more for share, cost, more in zip(shares, self.cost, self.update, strict=True))
+    def _is_worthwhile(self, now: Sequence[int], then: Sequence[int], unit: float) -> bool:
+        """Whether shares `then` are better than `now` by so much that a change pays."""
+
+        def time_left(cost: Sequence[float], update: Sequence[float]) -> float:
+            return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
+
+        if time_left(self.cost, self.update) < CLEAR:
+            return True
+        return len(self.windows) == WINDOWS and all(time_left(*window) < WORTHWHILE for window in self.windows)
+
+
+def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
+    """How long the slowest rank computes in a step."""
+    return max(share * unit * one + more for share, one, more in zip(shares, cost, update, strict=True))
 
 
 def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list[float]:

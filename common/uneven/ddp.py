@@ -24,7 +24,9 @@ from common.errors import UserError
 from common.uneven.batches import change, take_rows
 from common.uneven.batching import BatchPlan
 from common.uneven.checks import Guard, description, refuse_batch_norm, require_same
+from common.uneven.compression import Summed, gradient_sum
 from common.uneven.global_batch import needs_whole_parts
+from common.uneven.node_steps import NodeSteps
 from common.uneven.timer import StepTimer
 
 
@@ -68,6 +70,8 @@ def wrap(
     stand_in: bool = False,
     whole_parts: bool = False,
     layout_dependent: Collection[str] = (),
+    compress: str = "off",
+    nodes: NodeSteps | None = None,
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
@@ -76,7 +80,8 @@ def wrap(
     gradients are thrown away: a resumed run is bit-identical to one that was not interrupted, and ranks with different
     numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch
     of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are
-    refused: for a loss over the global batch.
+    refused: for a loss over the global batch. `compress` says how gradients are summed (compression.py). With `nodes`
+    they are summed over the ranks of a node only (node_steps.py).
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
@@ -90,6 +95,15 @@ def wrap(
             "model take a batch of no rows, or use GroupNorm",
             same_on_every_rank=True,
         )
+    apart = nodes if nodes and nodes.is_on else None
+    if apart:
+        if whole_parts or needs_whole_parts(net):
+            raise UserError(
+                "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
+                "every rank in every step: leave it out",
+                same_on_every_rank=True,
+            )
+        apart.start()
     # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
@@ -98,16 +112,18 @@ def wrap(
         lambda: Guard(net, layout_dependent, whole_parts),
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        process_group=apart.group if apart else None,
         **keep_buffers,
     )
-    wrapped.register_comm_hook(timer, _sum_over_ranks)
+    sum_gradients = apart.sum_gradients if apart else gradient_sum(compress, net)
+    wrapped.register_comm_hook((timer, sum_gradients), _sum_over_ranks)
     with wrapped.micro_batch():
         for _ in range(2):
             _forward_of_no_rows(wrapped, empty_loss).backward()
             wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
-    timer.models.append(wrapped)
+    timer.models.add(wrapped)
     return wrapped
 
 
@@ -161,15 +177,14 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
         model.guard.require_same_buffers()
 
 
-def _sum_over_ranks(timer: StepTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: an all-reduce that sums. Notes when this rank's last gradients are ready."""
+def _sum_over_ranks(
+    state: tuple[StepTimer, Callable[[dist.GradBucket], Summed]], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: sums a bucket. Notes when this rank's last gradients are ready."""
+    timer, sum_gradients = state
     if bucket.is_last():
         timer.mark("ready")
-    return (
-        dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, async_op=True)
-        .get_future()
-        .then(lambda future: future.value()[0])
-    )
+    return sum_gradients(bucket)
 
 
 class EmptyPartsApart(torch.nn.Module):

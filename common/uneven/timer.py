@@ -3,8 +3,10 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -38,7 +40,7 @@ class StepTimer:
     `exchange` is the time that the all-reduce adds after this rank's own gradients are ready: the wait for slower
     ranks, and the transfer itself. What overlaps with backward is not counted. On a GPU the marks are events in its
     queue, so loading counts only as far as the GPU has run out of work. `steps` marks begin and loaded, `end_step`
-    marks end; `ddp.wrap` and `reduce_gradients_if` mark the other two.
+    marks end; `ddp.wrap` and `reduce_gradients_if` mark the other two. What runs in `exchange` counts as that too.
     """
 
     def __init__(self, device: torch.device):
@@ -46,7 +48,8 @@ class StepTimer:
         self.done: list[Marks] = []  # since `take`
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
-        self.models: list[Any] = []  # that `ddp.wrap` has made with this timer
+        # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
+        self.models: WeakSet[Any] = WeakSet()
 
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
@@ -86,6 +89,13 @@ class StepTimer:
         if next(items, END) is not END:
             raise _not_one_a_step(f"gave more than {steps:,} items", steps)
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Use around a further exchange of a step, after its gradients are reduced, so that it counts as such."""
+        self.mark("further")
+        yield
+        self.mark("done")
+
     def end_step(self) -> None:
         """Mark the end of the optimizer step. Raises UserError unless its passes ran in `reduce_gradients_if`."""
         if not self.is_marked("reduced"):
@@ -114,8 +124,7 @@ class StepTimer:
     def _times(self, done: Sequence[Marks]) -> list[StepTimes]:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        pairs = [("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end")]
-        return [StepTimes(*(_milliseconds(marks[start], marks[end]) for start, end in pairs)) for marks in done]
+        return [_times(marks) for marks in done]
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -132,6 +141,13 @@ def _not_one_a_step(gave: str, steps: int) -> UserError:
         "write part_loader(data, sampler, seed), without sampler=, batch_size=, shuffle= and drop_last=, and call "
         "sampler.set_epoch(epoch, skip_steps) before each epoch"
     )
+
+
+def _times(marks: Marks) -> StepTimes:
+    pairs = [("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end")]
+    loading, passes, exchange, update = (_milliseconds(marks[start], marks[end]) for start, end in pairs)
+    further = _milliseconds(marks["further"], marks["done"]) if "done" in marks else 0.0
+    return StepTimes(loading, passes, exchange + further, update - further)
 
 
 def _milliseconds(start: Any, end: Any) -> float:

@@ -1,0 +1,129 @@
+"""Nodes that exchange only every H steps, for links that are much slower than the computing (DiLoCo).
+
+    step                    1   2   3  ...  H   H+1 ...
+    ranks of a node         x   x   x       x    x          sum their gradients, as always
+    nodes                                   x               average their changes: an outer step
+
+Until an outer step each node trains by itself, on its part of each global batch. Then the nodes' changes are averaged,
+weighted by their samples, and an outer optimizer takes a step with that average: SGD with Nesterov momentum. Source:
+Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
+
+This is another optimisation than training in which every rank takes part in every step: the result depends on which
+ranks are on one node. With H = 1, an inner SGD without momentum, and an outer learning rate of 1 without momentum, both
+are the same.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.uneven.batching import BatchPlan
+from common.uneven.compression import Summed, sum_bucket
+from common.uneven.timer import StepTimer
+
+
+class NodeSteps:
+    """The outer steps of `net`. Every rank makes one, before `wrap`, which it is given to.
+
+    It is a part of a checkpoint, which holds the outer momentum. The optimizer of the trainer differs from node to
+    node; a checkpoint has that of rank 0's node, and all nodes of a resumed run begin with it.
+    """
+
+    def __init__(
+        self,
+        net: torch.nn.Module,
+        plan: BatchPlan,
+        timer: StepTimer,
+        nodes: Sequence[Sequence[int]],  # the ranks of each node
+        every: int
+        | None,  # steps between two outer steps; None: nodes exchange in every step, and nothing is done here
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        timeout_seconds: float = 600.0,  # of an exchange
+    ):
+        """Make a process group for each node, and one of the nodes' first ranks. Every rank must call this."""
+        self.net, self.plan, self.timer, self.every = net, plan, timer, every
+        self.is_on = every is not None
+        if not self.is_on:
+            return
+        limit = timedelta(seconds=timeout_seconds)
+        groups: list[Any] = [dist.new_group(list(ranks), limit) for ranks in nodes]
+        self.leaders: Any = dist.new_group([ranks[0] for ranks in nodes], limit)
+        self.ranks, self.group = next(
+            (ranks, group) for ranks, group in zip(nodes, groups, strict=True) if dist.get_rank() in ranks
+        )
+        # The weights of the last outer step, in one vector, which the outer optimizer trains.
+        self.anchor = torch.nn.Parameter(self._weights())
+        self.outer = torch.optim.SGD([self.anchor], lr, momentum, nesterov=momentum > 0)
+        self.step = 0
+        self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint must have of this, by name."""
+        return {"nodes": self} if self.is_on else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "outer": self.outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.outer.load_state_dict(state["outer"])
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Give every rank the weights of rank 0. Every rank must call this."""
+        for tensor in (*self.net.parameters(), *self.net.buffers()):
+            dist.broadcast(tensor, src=0)
+        self.anchor.copy_(self._weights())
+
+    def sum_gradients(self, bucket: dist.GradBucket) -> Summed:
+        """Sum a bucket of DDP's gradients over the ranks of this node, for the mean over its samples."""
+        # The trainer divides by the count of the global batch, of which this node has only a part.
+        mine = self._node_samples()
+        scale = self.plan.global_count(self.step) / mine if mine else 0.0
+        return sum_bucket(bucket, ranks=self.group, scale=scale)
+
+    def end_step(self, now: bool = False) -> bool:
+        """Call after each step of the trainer's optimizer. Every H-th call takes the outer step, and so does one with
+        `now`, which is for the end of an epoch. Returns True where the nodes have the same weights: only then may a
+        trainer evaluate or save them. Every rank must call this."""
+        if self.every is None:
+            return True
+        self.node_samples += self._node_samples()
+        self.samples += self.plan.global_count(self.step)
+        self.step += 1
+        if not now and self.step % self.every:
+            return False
+        with self.timer.exchange():
+            self._outer_step()
+        self.samples = self.node_samples = 0
+        return True
+
+    @torch.no_grad()
+    def _outer_step(self) -> None:
+        change = (self.anchor - self._weights()) * (self.node_samples / self.samples)
+        if dist.get_rank() == self.ranks[0]:
+            dist.all_reduce(change, group=self.leaders)
+        dist.broadcast(change, src=self.ranks[0], group=self.group)
+        self.anchor.grad = change
+        self.outer.step()
+        self.anchor.grad = None
+        start = 0
+        for one in self._trained():
+            one.copy_(self.anchor[start : start + one.numel()].view_as(one))
+            start += one.numel()
+
+    def _weights(self) -> torch.Tensor:
+        """All trained weights, in one vector."""
+        return torch.cat([one.detach().flatten() for one in self._trained()])
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [one for one in self.net.parameters() if one.requires_grad]
+
+    def _node_samples(self) -> int:
+        """Samples of the current step on this node."""
+        return sum(len(self.plan.part(self.step, rank)) for rank in self.ranks)

@@ -1,0 +1,171 @@
+"""--compress and --sync-every, for slow links between nodes: what they exchange, and how near they stay."""
+
+import pytest
+
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+from tests.test_bad_input import refusal
+from tests.test_exactness import altered
+
+# 1,438 samples: 14 steps an epoch, the last of 8 samples, so that some ranks have one sample or none
+DIGITS = ("--dataset", "digits", "--global-batch", 110)
+AVERAGES = ("--outer-lr", 1, "--outer-momentum", 0)
+# An inner optimizer without a state of its own, as the equality with DDP needs
+SGD = {
+    "torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)": (
+        "torch.optim.SGD(net.parameters(), args.lr)"
+    ),
+    "OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)": "ConstantLR(optimizer, 1.0)",
+}
+SAME_WEIGHTS = {
+    "        report.summary(step)": "        vector = torch.nn.utils.parameters_to_vector(net.parameters())\n"
+    "        group.agree(weights=vector.double().sum().item())\n"
+    "        report.summary(step)"
+}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exact")
+    play(MNIST, (2, 1), folder, *DIGITS, "--epochs", 4)
+    return losses(folder)
+
+
+@pytest.fixture(scope="module")
+def sgd(tmp_path_factory):
+    """The MNIST trainer with plain SGD. It ends with an error unless all ranks end with the same weights."""
+    return altered(tmp_path_factory.mktemp("sgd") / "sgd_ddp", SGD | SAME_WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The MNIST trainer, which ends with an error unless all ranks end with the same weights."""
+    return altered(tmp_path_factory.mktemp("checked") / "checked_ddp", SAME_WEIGHTS)
+
+
+# --- --compress --------------------------------------------------------------------------------------------------
+
+
+def test_bf16_stays_near_the_exact_curve_and_all_ranks_have_the_same_weights(checked, exact, tmp_path):
+    said = play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--compress", "bf16", "--micro-batch", 7)[0].output
+    assert "links    gradients are exchanged as bf16" in said
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(exact[0], rel=1e-6)
+    assert found != pytest.approx(exact, rel=1e-5)
+    assert found == pytest.approx(exact, rel=0.02)
+
+
+def test_powersgd_trains_with_the_same_weights_on_all_ranks_and_its_first_ten_steps_are_exact(checked, exact, tmp_path):
+    play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--compress", "powersgd:8", "--micro-batch", 7)
+    found = losses(tmp_path)
+    assert found[:11] == pytest.approx(exact[:11], rel=1e-4)
+    assert found[11:] != pytest.approx(exact[11:], rel=1e-4)
+    assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.1)
+
+
+def test_one_process_has_nothing_to_compress(tmp_path):
+    for way in ("off", "bf16"):
+        play(MNIST, (1,), tmp_path / way, *DIGITS, "--max-steps", 10, "--compress", way)
+    assert losses(tmp_path / "bf16") == losses(tmp_path / "off")
+
+
+def test_compression_may_change_when_a_run_is_resumed(tmp_path):
+    play(MNIST, (2,), tmp_path, *DIGITS, "--max-steps", 5, "--compress", "powersgd")
+    play(MNIST, (2, 1), tmp_path, *DIGITS, "--max-steps", 10, "--compress", "bf16", "--resume")
+    assert len(losses(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--compress", "bf16", "--precision", "fp64"], "fp64 is for proofs, which are exact"),
+    (["--compress", "powersgd:39"], "powersgd:39 makes no matrix of this model smaller (the largest is 128 x 192): "
+     "give a rank of at most 38"),
+    (["--compress", "powersgd:0"], "'powersgd:0' is not allowed: give off, bf16, or powersgd:R with a rank R of 1"),
+    (["--compress", "fp16"], "'fp16' is not allowed: give off, bf16, or powersgd:R"),
+    (["--compress", "bf16", "--sync-every", 5], "the nodes exchange no gradients then"),
+    (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
+    (["--sync-every", 0], "'0' is not allowed"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused(flags, said, tmp_path):
+    assert said in refusal(tmp_path, *DIGITS, *flags)
+
+
+# --- --sync-every ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus, shares", [((2, 1), "3,2,1"), ((1, 1, 1), "1,1,1"), ((2, 2), "0,0,1,1")])
+def test_averaging_after_every_step_of_sgd_equals_an_exchange_of_gradients(gpus, shares, sgd, tmp_path):
+    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.1, "--shares", shares, "--micro-batch", 7)
+    play(sgd, gpus, tmp_path / "ddp", *flags)
+    play(sgd, gpus, tmp_path / "nodes", *flags, "--sync-every", 1, *AVERAGES)
+    assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-12)
+    assert largest_difference(weights(tmp_path / "nodes"), weights(tmp_path / "ddp")) < 1e-12
+
+
+def test_between_outer_steps_the_nodes_differ_and_at_an_epochs_end_they_are_the_same(checked, exact, tmp_path):
+    said = play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--sync-every", 5, *AVERAGES)[0].output
+    assert "links    nodes average their changes every 5 steps, so the result depends on the nodes" in said
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(exact[0], rel=1e-6)
+    assert abs(found[2] - exact[2]) > 1e-4 * exact[2]
+    assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.3)
+
+
+def test_the_outer_step_is_nesterovs(sgd, tmp_path):
+    """With H = 1 and an inner learning rate of 1e-3, the outer step with momentum m is SGD with Nesterov momentum."""
+    nesterov = altered(
+        tmp_path / "nesterov_ddp",
+        {old: new.replace("args.lr)", "args.lr * 0.7, 0.9, nesterov=True)") for old, new in SGD.items()},
+    )
+    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02)
+    play(nesterov, (2, 1), tmp_path / "ddp", *flags)
+    play(sgd, (2, 1), tmp_path / "nodes", *flags, "--sync-every", 1)
+    assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-9)
+
+
+def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(sgd, tmp_path):
+    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5)
+    play(sgd, (2, 1), tmp_path / "whole", *flags)
+    play(sgd, (2, 1), tmp_path / "parts", *flags, "--save-every", 7, "--keep", 9)
+    saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000010", "step-00000014", "step-00000025", "step-00000028"]
+    flags = (*flags, "--resume", tmp_path / "parts" / "checkpoints" / "step-00000010")
+    play(sgd, (2, 1), tmp_path / "parts", *flags)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-12)
+    assert largest_difference(weights(tmp_path / "parts"), weights(tmp_path / "whole")) < 1e-12
+
+
+def test_one_node_may_do_outer_steps_and_is_told_that_they_save_nothing(tmp_path):
+    said = play(MNIST, (2,), tmp_path, *DIGITS, "--max-steps", 6, "--sync-every", 3)[0].output
+    assert "there is one node, so nothing is saved" in said
+    assert len(losses(tmp_path)) == 6
+
+
+def test_a_checkpoint_of_such_a_run_does_not_fit_another_optimisation(tmp_path):
+    play(MNIST, (1, 1), tmp_path, *DIGITS, "--max-steps", 5, "--sync-every", 5)
+    nodes = nodes_of((1, 1), tmp_path, *DIGITS, "--max-steps", 9, "--resume", "--sync-every", 3)
+    for result in playing(MNIST, nodes, tmp_path).results():
+        assert result.code == 2 and "it was written with --sync-every 5, but this run has 3" in result.output
+    nodes = nodes_of((1, 1), tmp_path, *DIGITS, "--max-steps", 9, "--resume")
+    for result in playing(MNIST, nodes, tmp_path).results():
+        assert result.code == 2 and "it was written with --sync-every 5, but this run has" in result.output
+
+
+def test_shares_follow_speed_with_outer_steps_too(tmp_path):
+    changes = {
+        "logits = model(micro.images)": "time.sleep(len(micro.labels) * (1e-3 if worker.rank == 1 else 2e-4)); "
+        "logits = model(micro.images)",
+        "import torch\n": "import time, torch\n",
+    }
+    slow = altered(tmp_path / "slow_ddp", changes)
+    play(slow, (1, 1), tmp_path / "run", *DIGITS, "--epochs", 3, "--sync-every", 5, *AVERAGES, "--balance", "auto")
+    assert rows(tmp_path / "run", "ranks")[-1]["shares"][1] < 40
+    assert rows(tmp_path / "run", "eval")[-1]["accuracy"] > 0.8
+
+
+def test_a_node_that_is_lost_between_outer_steps_ends_the_run_on_the_other(tmp_path):
+    ends = "                if step == 7 and worker.rank == 2:\n                    os.kill(os.getpid(), 9)\n"
+    step = "                step += 1\n"
+    dies = altered(tmp_path / "dying_ddp", {step: step + ends, "import math\n": "import math, os\n"})
+    nodes = nodes_of((2, 1), tmp_path, *DIGITS, "--sync-every", 5)
+    first, second = playing(dies, nodes, tmp_path).results(timeout=60)
+    assert first.code and second.code
+    assert "rank 2" in first.output and "Traceback" not in first.output
