@@ -60,7 +60,7 @@ timer = StepTimer(device)
 model = ddp.wrap(net, plan, timer, lambda model: model(torch.zeros(0, 784, dtype=dtype, device=device)).sum())
 for epoch in range(step // plan.steps_per_epoch, args.epochs):
     sampler.set_epoch(epoch, skip_steps=step % plan.steps_per_epoch)
-    for part in timer.steps(loader, len(sampler)):  # this rank's part of one global batch
+    for part in timer.steps(loader, plan.steps_per_epoch - step % plan.steps_per_epoch):  # part of a global batch
         loss_sum = torch.zeros((), dtype=dtype, device=device)
         for (images, labels), is_last in micro_batches(move(part, device, dtype), plan.part(step, rank), 64):
             with ddp.reduce_gradients_if(is_last, model, timer):

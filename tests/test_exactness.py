@@ -104,3 +104,20 @@ def test_a_count_of_one_ranks_own_samples_is_refused(tmp_path):
     for result in results:
         assert result.code == 2
     assert "divides the loss of step 1 by" in results[0].output and "the count over all ranks" in results[0].output
+
+
+HALF = {
+    "ddp.wrap(net, plan": "ddp.wrap(net.features, plan",
+    "model(micro.images)": "net.classifier(model(micro.images))",
+}
+CLIPPED = "precision.step(model, args.clip_norm"
+
+
+@pytest.mark.parametrize("clipped, said", [
+    ("net", "the gradient of classifier.1.weight is not summed over the ranks"),
+    ("model", "that the model given to precision.step lacks, so it would not be clipped"),
+])  # fmt: skip
+def test_a_network_that_is_not_wrapped_is_refused(clipped, said, tmp_path):
+    script = altered(tmp_path / "half_ddp", {**HALF, CLIPPED: f"precision.step({clipped}, args.clip_norm"})
+    for result in playing(script, nodes_of((2, 1), tmp_path / "run", *FLAGS), tmp_path).results():
+        assert result.code == 2 and said in result.output

@@ -2,11 +2,13 @@
 
 import re
 import struct
+import sys
 
 import pytest
 import torch
 
-from tests.harness import ROOT, playing, torchrun_nodes
+from common.launch.addresses import free_port
+from tests.harness import ROOT, playing, run, torchrun_nodes
 
 MINIMAL = ROOT / "mnist_ddp" / "minimal.py"
 SAMPLES = 600
@@ -51,6 +53,34 @@ def test_it_goes_on_from_its_own_file_on_another_layout(data, tmp_path):
     second = losses_of((1, 1), data, tmp_path / "parts")
     assert (sorted(first), sorted(second)) == ([1, 2, 3], [4, 5, 6, 7, 8, 9])
     assert {**first, **second} == pytest.approx(whole, abs=1e-9, rel=0)
+
+
+AT_ONCE = """
+import sys
+import torch
+import torch.distributed as dist
+from common.uneven import ddp
+from common.uneven.batching import plan_batches
+from common.uneven.timer import StepTimer
+
+dist.init_process_group("gloo")
+sys.setswitchinterval(1.0)  # nothing takes the interpreter's lock from the main thread
+timer, net = StepTimer(torch.device("cpu")), torch.nn.Linear(4, 4)
+plan = plan_batches(64, 4, dist.get_world_size())
+model = ddp.wrap(net, plan, timer, lambda model: model(torch.zeros(0, 4)).sum())
+for _ in timer.steps([0] * 3, 3):
+    with ddp.reduce_gradients_if(True, model, timer):
+        model(torch.ones(1, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))  # without the wait at exit, 2 to 5 of 12 such scripts aborted
+def test_a_script_may_end_at_once_after_its_last_backward(attempt, tmp_path):
+    script = tmp_path / "at_once.py"
+    script.write_text(AT_ONCE)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port())
+    result = run(*torchrun, script, PYTHONPATH=str(ROOT))
+    assert result.code == 0, result.output
 
 
 def test_it_is_short_and_needs_nothing_but_torch_and_common_uneven():

@@ -453,6 +453,23 @@ def test_plain_ddp_is_refused(outputs, monkeypatch):
     assert "the model is a DistributedDataParallel: use what common.uneven.ddp.wrap(...) returns" in result.output
 
 
+def test_plain_ddp_that_does_without_reduce_gradients_is_refused_after_its_first_step(outputs, monkeypatch):
+    plain = BODY.replace("ddp.wrap(net, plan, timer, lambda model: {empty}, {wrap})", "nn.parallel.DDP(net)")
+    plain = plain.replace("ddp.reduce_gradients_if(is_last, model, timer)", "model.no_sync()")
+    monkeypatch.setitem(globals(), "BODY", plain.replace("nn.parallel.DDP", "nn.parallel.DistributedDataParallel"))
+    results, _ = outputs((3, 1))
+    assert all(result.code == 2 for result in results)
+    assert "the gradients of this step were not exchanged: put forward and backward" in results[0].output
+
+
+def test_gradients_that_are_clipped_between_micro_batches_are_refused(outputs, monkeypatch):
+    clips = "loss_sum += loss.detach()\n            nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("loss_sum += loss.detach()", clips))
+    results, _ = outputs((3, 1))
+    assert all(result.code == 2 for result in results)
+    assert "a gradient has changed between two micro-batches of a step" in results[0].output
+
+
 @pytest.mark.parametrize("layer", ["nn.BatchNorm1d(16)", "nn.SyncBatchNorm(16)"])
 def test_batch_norm_is_refused_by_name(refused, layer):
     refused(

@@ -28,11 +28,20 @@ def test_a_trainer_whose_loader_does_not_follow_the_plan_ends_and_is_told_what_t
 @pytest.mark.parametrize("items, gave", [([], "0"), ([1], "1"), ([1, 2, 3, 4], "more than 3")])
 def test_a_loader_without_a_length_that_gives_too_few_or_too_many_items_is_refused(items, gave, timer):
     with pytest.raises(UserError, match=f"gave {gave} items, but this epoch has 3 optimizer steps left"):
-        list(timer.steps(iter(items), 3))
+        trained(timer, iter(items))
 
 
 def test_a_loader_that_gives_as_many_items_as_the_plan_has_steps_gives_them_all(timer):
-    assert list(timer.steps([1, 2, 3], 3)) == list(timer.steps(iter([1, 2, 3]), 3)) == [1, 2, 3]
+    assert trained(timer, [1, 2, 3]) == trained(timer, iter([1, 2, 3])) == [1, 2, 3]
+
+
+def trained(timer, loader):
+    """The items of three steps, each of which exchanges its gradients."""
+    items = []
+    for item in timer.steps(loader, 3):
+        items.append(item)
+        timer.mark("reduced")
+    return items
 
 
 @pytest.fixture

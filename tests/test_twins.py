@@ -16,7 +16,11 @@ def train(worker: Worker, args: Namespace) -> None:
         in_turn = group.numbers("evaluation") if args.balance == "auto" else None
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
         torch.manual_seed(derive_seed(args.seed, "weights"))
+        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
+        parts |= nodes.parts
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        def empty_loss(model: torch.nn.Module) -> torch.Tensor:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
@@ -34,8 +38,9 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
-                saves = epoch_ends or report.checkpoint_is_due(step)
+                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
         report.summary(step)

@@ -88,6 +88,7 @@ class Guard:
             if isinstance(layer, GlobalBatchNorm) or _is_named(f"{name}.{buffer}".lstrip("."), layout_dependent)
         }
         self.versions = dict(self._buffer_versions())
+        self.noted: dict[str, tuple[int, int]] = {}  # gradients after the last micro-batch, within a step
 
     def _buffer_versions(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, buffer in self.net.named_buffers():
@@ -124,6 +125,18 @@ class Guard:
             name: (id(one.grad), one.grad._version) for name, one in self.net.named_parameters() if one.grad is not None
         }
 
+    def note_gradients(self, is_last: bool) -> None:
+        """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that."""
+        self.noted = {} if is_last else self.gradients()
+
+    def require_noted_gradients(self) -> None:
+        """Raise UserError if a gradient has changed since the last micro-batch of this step."""
+        if self.noted and self.noted != self.gradients():
+            raise UserError(
+                "a gradient has changed between two micro-batches of a step, before it was summed over the ranks: clip "
+                "or scale gradients after the last micro-batch"
+            )
+
     def require_untouched(self, before: dict[str, tuple[int, int]]) -> None:
         """Raise UserError if the gradients are not those that `gradients` found: another network's loss went through
         this one, and no rank exchanges what that left here."""
@@ -131,7 +144,8 @@ class Guard:
         if changed := [name for name in after if before.get(name) != after[name]]:
             raise UserError(
                 f"the backward of one wrapped network has left gradients in {_shown(changed)} of another one, which "
-                "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile"
+                "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile, or, if one loss "
+                "trains both, make them one module and wrap that"
             )
 
     def require_same_buffers(self) -> None:

@@ -42,8 +42,7 @@ def sum_bucket(
     """Start to sum a bucket over the process group `ranks`, by default all, as numbers of type `dtype`. The sum, times
     `scale`, is in the bucket once backward returns.
 
-    A future of the all-reduce would do the same with `then`. But a thread of the backend would release its Python
-    function, and a script that ends at that moment ends with "terminate called without an active exception".
+    No Python runs in the backend's threads, as it would with `then` of the all-reduce's future.
     """
     gradients = bucket.buffer()
     sent = gradients.to(dtype or gradients.dtype)

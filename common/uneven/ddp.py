@@ -10,7 +10,9 @@ batch, whatever the ranks hold. Plain DDP averages over the ranks instead; there
 `loss_sum * world_size / global_count`.
 """
 
+import atexit
 import inspect
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -27,7 +29,13 @@ from common.uneven.checks import Guard, description, refuse_batch_norm, require_
 from common.uneven.compression import Summed, gradient_sum
 from common.uneven.global_batch import needs_whole_parts
 from common.uneven.node_steps import NodeSteps
+from common.uneven.precision import IS_SUMMED
 from common.uneven.timer import StepTimer
+
+# Before Python shuts down. After a backward, a thread of the backend still needs the interpreter's lock, for what torch
+# keeps there. A script that holds the lock and ends at that moment aborts: "terminate called without an active
+# exception". The sleep gives the lock away.
+REST_SECONDS = 0.1
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -40,6 +48,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
         self.guard = guard()
+        for one in net.parameters():
+            setattr(one, IS_SUMMED, True)
         self.in_micro_batch = False  # of `reduce_gradients_if`
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -123,6 +133,8 @@ def wrap(
             wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
+    if not timer.models:
+        atexit.register(time.sleep, REST_SECONDS)
     timer.models.add(wrapped)
     return wrapped
 
@@ -161,6 +173,7 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
             "`steps` are the optimizer steps that are left in this epoch"
         )
     model.guard.require_whole_part(is_last)
+    model.guard.require_noted_gradients()
     alone = dist.get_world_size() == 1
     timer.unmark("ready")
     others = [other.guard for other in timer.models if other is not model]
@@ -169,6 +182,7 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
         yield
     for guard, gradients in zip(others, before, strict=True):
         guard.require_untouched(gradients)
+    model.guard.note_gradients(is_last)
     if is_last:
         if alone:
             timer.mark("ready")

@@ -1,13 +1,15 @@
 """The precision that the model computes in, and the loss scaling that fp16 needs."""
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from common.errors import RunError
+from common.errors import RunError, UserError
 
+IS_SUMMED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,10 +49,14 @@ class Precision:
     ) -> torch.Tensor:
         """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
+        `model` must have all parameters that the optimizers train: they are clipped by their common norm. Raises
+        UserError where it has not, and where a gradient is not summed over the ranks.
+
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
         optimizers = (optimizer, *others)
+        _require_summed_gradients(model, optimizers)
         for one in optimizers:
             self.scaler.unscale_(one)
         norm = clip_grad_norm_(model.parameters(), clip_norm)
@@ -69,3 +75,20 @@ class Precision:
         if not math.isfinite(loss):
             fix += ' (a loss with reduction="mean" is not a number on a rank whose part is empty: sum it)'
         raise RunError(f"the {what}: {fix}; the checkpoints before it are intact", same_on_every_rank=True)
+
+
+def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    names = {id(one): name.removeprefix("module.") for name, one in model.named_parameters()}
+    for optimizer in optimizers:
+        for one in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            if id(one) not in names:
+                raise UserError(
+                    f"an optimizer trains a parameter {tuple(one.shape)} that the model given to precision.step lacks, "
+                    "so it would not be clipped: give the module that has all of them, such as an nn.ModuleDict of "
+                    "both networks, or call precision.step once for each network with its own optimizer"
+                )
+            if not hasattr(one, IS_SUMMED):
+                raise UserError(
+                    f"the gradient of {names[id(one)]} is not summed over the ranks, so each rank would train its own "
+                    "copy: its network needs a wrap(), and its forward and backward a reduce_gradients_if"
+                )

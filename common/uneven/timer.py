@@ -14,6 +14,11 @@ from common.errors import UserError
 from common.uneven.loading import require_part_loader
 
 END = object()  # what `next` returns after a loader's last item
+NOT_EXCHANGED = (
+    "the gradients of this step were not exchanged: put forward and backward of each micro-batch into "
+    "`with reduce_gradients_if(is_last, model, timer):`, where `model` is what common.uneven.ddp.wrap(...) returns (to "
+    "skip steps, call sampler.set_epoch(epoch, skip_steps))"
+)
 KEPT_STEPS = 64  # that `latest` can give
 
 Marks = dict[str, Any]  # name -> a CUDA event, or the seconds of the clock
@@ -48,11 +53,13 @@ class StepTimer:
         self.done: list[Marks] = []  # since `take`
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
+        self.has_reduced = False  # in this step
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
         self.models: WeakSet[Any] = WeakSet()
 
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
+        self.has_reduced = self.has_reduced or name == "reduced"
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -84,7 +91,10 @@ class StepTimer:
             if item is END:
                 raise _not_one_a_step(f"gave {given:,} items", steps)
             self.mark("loaded")
+            self.has_reduced = False
             yield item
+            if not self.has_reduced:
+                raise UserError(NOT_EXCHANGED)
             self.mark("begin")
         if next(items, END) is not END:
             raise _not_one_a_step(f"gave more than {steps:,} items", steps)
@@ -99,10 +109,7 @@ class StepTimer:
     def end_step(self) -> None:
         """Mark the end of the optimizer step. Raises UserError unless its passes ran in `reduce_gradients_if`."""
         if not self.is_marked("reduced"):
-            raise UserError(
-                "the gradients of this step were not exchanged: put forward and backward of each micro-batch into "
-                "`with reduce_gradients_if(is_last, model, timer):`"
-            )
+            raise UserError(NOT_EXCHANGED)
         self.mark("end")
         self.done.append(self.current)
         self.last_done.append(self.current)
