@@ -120,7 +120,8 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     )
     print(
         f"{trainer}: speeds {before} become {after} about step {changed}: shares {rows[-1]['shares']} at the end, "
-        f"within a tenth of them at step {there}",
+        f"within a tenth of them at step {there}; "
+        f"changes: {', '.join(str(row['step']) + ' ' + str(row['shares']) for row in changes)}",
         flush=True,
     )
     return rows

@@ -25,6 +25,7 @@ from common.uneven.batches import micro_batches, move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
 from common.uneven.loading import part_loader
+from common.uneven.memory import fitting_micro_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
@@ -48,7 +49,6 @@ def train(worker: Worker, args: Namespace) -> None:
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
         global_batch = cli.global_batch(args, worker.world_size)
-        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed)
@@ -73,6 +73,16 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+
+        def trial(rows: int) -> None:  # for --micro-batch auto
+            some = move(train_set.get_batch([0] * rows), device, precision.dtype)
+            with precision.autocast():
+                loss = cross_entropy(net(some.images), some.labels)
+            loss.backward()
+
+        most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         empty = move(train_set.get_batch([]), device, precision.dtype)
 
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
@@ -97,7 +107,7 @@ def train(worker: Worker, args: Namespace) -> None:
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         facts = {"data": f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images"}
-        report.open_together(folder, step, total_steps, **facts)
+        report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
         while step < total_steps and not is_good_enough():
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)

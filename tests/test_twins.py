@@ -10,7 +10,6 @@ def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         global_batch = cli.global_batch(args, worker.world_size)
-        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         in_turn = group.numbers("evaluation") if args.balance == "auto" else None
@@ -20,11 +19,14 @@ def train(worker: Worker, args: Namespace) -> None:
         nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts |= nodes.parts
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+        most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
-        report.open_together(folder, step, total_steps, **facts)
+        report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):

@@ -34,6 +34,7 @@ from common.uneven.batches import move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
 from common.uneven.loading import part_loader
+from common.uneven.memory import fitting_micro_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.seeding import derive_seed
@@ -59,7 +60,6 @@ def train(worker: Worker, args: Namespace) -> None:
             found = data.load(wanted, tokenizer, length)
         group.agree(**{"data, labels and vocabulary, fingerprint": found.fingerprint})
         rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
-        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
         sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, PASS_TOKENS[device.type])
         train_loader = part_loader(rows, sampler, args.seed)
@@ -72,7 +72,6 @@ def train(worker: Worker, args: Namespace) -> None:
             net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
         group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         speed.tune(net, device, same_sizes=False)
-        cut = choose_passes(net, rows, device, micro_batch, args.compile)
         net.to(device, precision.dtype).train()  # transformers loads models for evaluation
         optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
@@ -89,6 +88,18 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe["warmup"] = args.warmup_steps  # its name and value in older checkpoints, such as 0.1
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+
+        def trial(count: int) -> None:  # for --micro-batch auto
+            longest = rows.get_batch([int(torch.as_tensor(rows.lengths).argmax())] * count)
+            some = move(next(longest.passes(None, PASS_TOKENS[device.type]))[0], device)
+            with precision.autocast():
+                loss = loss_of(net(**some.inputs()).logits, some.labels)
+            loss.backward()
+
+        most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
+        cut = choose_passes(net, rows, device, micro_batch, args.compile)
         stand_in = move(
             next(cut(rows.get_batch([])))[0], device
         )  # a row whose label does not count: it stands for no rows
@@ -119,7 +130,9 @@ def train(worker: Worker, args: Namespace) -> None:
                     checkpoint.save(folder / into, step, net, state, keep, write_extra, **training)
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
-        report.open_together(folder, step, total_steps, task=f"{args.task} from {source}", data=found.facts)
+        report.open_together(
+            folder, step, total_steps, micro_batches=sizes, task=f"{args.task} from {source}", data=found.facts
+        )
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)

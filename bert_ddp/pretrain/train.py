@@ -32,6 +32,7 @@ from common.uneven.batches import micro_batches, move
 from common.uneven.batching import plan_batches
 from common.uneven.ddp import reduce_gradients_if
 from common.uneven.loading import part_loader
+from common.uneven.memory import fitting_micro_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
@@ -57,7 +58,6 @@ def train(worker: Worker, args: Namespace) -> None:
         group.agree(**{"--corpus and --vocab, fingerprint": text.fingerprint})
         train_set, test_set = rows.of_corpus(text, args.mask_probability, args.whole_words, args.seed)
         global_batch = cli.global_batch(args, worker.world_size)
-        micro_batch = cli.micro_batch(args, worker.rank)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed, **loading)
@@ -88,6 +88,16 @@ def train(worker: Worker, args: Namespace) -> None:
         recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
         folder = open_folder(group, options)
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
+
+        def trial(rows: int) -> None:  # for --micro-batch auto
+            some = move(train_set.get_batch([0] * rows), device, precision.dtype)
+            with precision.autocast():
+                loss = cross_entropy(net(**some.inputs)[0], some.labels.flatten())
+            loss.backward()
+
+        most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         empty = move(train_set.get_batch([]), device, precision.dtype)
 
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
@@ -113,7 +123,7 @@ def train(worker: Worker, args: Namespace) -> None:
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         facts = {"data": text.describe()}
-        report.open_together(folder, step, total_steps, **facts)
+        report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)

@@ -146,8 +146,8 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     group.add_argument(
         "--micro-batch",
         type=values.micro_batch,
-        metavar="B|A,B,...",
-        help="most samples in one forward, on every rank, or on each: 32,32,16 or 8x32,2x16",
+        metavar="B|A,B,...|auto",
+        help="most samples in one forward, on every rank, or on each: 32,32,16 or 8x32,2x16; auto: what fits",
     )
     group.add_argument(
         "--shares",
@@ -274,8 +274,21 @@ def global_batch(args: argparse.Namespace, world_size: int) -> int:
     return args.batch_per_gpu * world_size if args.batch_per_gpu else args.global_batch
 
 
+def micro_batches(args: argparse.Namespace, world_size: int) -> list[int | None]:
+    """For each rank, the most samples in one forward, None for all at once; an empty list for `auto`."""
+    if args.micro_batch == "auto":
+        return []
+    return list(args.micro_batch) if isinstance(args.micro_batch, tuple) else [args.micro_batch] * world_size
+
+
 def micro_batch(args: argparse.Namespace, rank: int) -> int | None:
-    """The most samples in one forward on this rank; None for all at once."""
+    """The most samples in one forward on this rank, None for all at once. For trainers that cannot try sizes."""
+    if args.micro_batch == "auto":
+        raise UserError(
+            "--micro-batch auto: this trainer does not try sizes (fitting_micro_batches of common.uneven.memory does): "
+            "give a number",
+            same_on_every_rank=True,
+        )
     return args.micro_batch[rank] if isinstance(args.micro_batch, tuple) else args.micro_batch
 
 

@@ -93,13 +93,15 @@ def shares(text: str) -> tuple[float, ...]:
     return weights
 
 
-def micro_batch(text: str) -> int | tuple[int, ...]:
-    """One number for all ranks, or one for each: 32, or 8x32,2x16 for eight ranks and two."""
+def micro_batch(text: str) -> int | tuple[int, ...] | str:
+    """One number for all ranks, or one for each: 32, or 8x32,2x16 for eight ranks and two; or auto."""
+    if text == "auto":
+        return text
     sizes = _by_rank(text, int)
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: give a whole number of 1 or more, such as 32, or one for each rank, such as "
-            "32,32,16 or 8x32,2x16"
+            "32,32,16 or 8x32,2x16, or auto"
         )
     return sizes if "," in text or "x" in text else sizes[0]
 

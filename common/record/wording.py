@@ -10,15 +10,15 @@ from common.uneven.batching import BatchPlan
 SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1")  # and names that end in _accuracy and so on
 
 
-def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[str, object]) -> str:
-    """Layout, devices, backend and batch of a run, then `facts`, one line each."""
+def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[str, Any]) -> str:
+    """Layout, devices, backend and batch of a run, then `facts`, one line each; `micro_batches` of them are by rank."""
     layout = group.worker.layout
     hosts: dict[tuple[int, str], list[str]] = {}
     for view in group.views:
         name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
-    micro_batch = options.flags.get("micro_batch") or max(plan.shares)
-    most = runs(micro_batch) if isinstance(micro_batch, list) else str(micro_batch)
+    sizes = [size or max(plan.shares) for size in facts.get("micro_batches", [options.flags.get("micro_batch")])]
+    most = runs(sizes) if len(set(sizes)) > 1 else str(sizes[0])
     idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
     lines = {
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
@@ -27,7 +27,7 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
         f"micro-batches of at most {most}{idle}",
         **_links(options.flags, len(hosts)),
-        **facts,
+        **{name: value for name, value in facts.items() if name != "micro_batches"},
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
 

@@ -12,6 +12,7 @@ stays the same, because the optimisation does not depend on the shares:
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class Balancer:
     """Times the ranks and changes the plan's shares. Every rank makes one, with its own timer.
 
     Only forward and backward count as a rank's speed, without loading, waiting and transfer. The first shares come
-    from the first seven steps, which train as all others.
+    from the first eight steps, which train as all others.
     """
 
     def __init__(
@@ -58,31 +59,58 @@ class Balancer:
         self.speeds = Speeds()
         self.untimed = UNTIMED_STEPS
         self.work: list[float] = []  # of the steps of this window
+        self.exchange: Exchange | None = None  # of the last window, under way
 
     def end_step(self, work: float) -> bool:
         """Call after each optimizer step, in which this rank has computed `work` samples, or tokens where lengths
-        differ. Every fifth call exchanges a few numbers: every rank must call this. True when the shares change.
+        differ. Every fifth call starts to exchange a few numbers, and the next one uses them: every rank must call
+        this. True when the shares change.
         """
         if not self.on:
             return False
+        changed = self._use_exchange()
         if self.untimed:
             self.untimed -= 1
             return False
         self.work.append(work)
-        if len(self.work) < WINDOW_STEPS:
+        if len(self.work) == WINDOW_STEPS:
+            times = self.timer.latest(WINDOW_STEPS)
+            mine = [sum(self.work), sum(one.passes for one in times), sum(one.update for one in times)]
+            self.exchange = Exchange([*mine, self.sampler.next_step], self.timer.device, self.sampler.epoch)
+            self.work = []
+        return changed
+
+    def _use_exchange(self) -> bool:
+        """Note the times of the last window, if it has just been exchanged, and change the shares if that pays."""
+        if not self.exchange:
             return False
-        times = self.timer.latest(WINDOW_STEPS)
-        mine = [sum(self.work), sum(one.passes for one in times), sum(one.update for one in times)]
-        self.work = []
-        done, passes, update, next_steps = _gathered([*mine, self.sampler.next_step], self.timer.device)
+        exchange, self.exchange = self.exchange, None
+        done, passes, update, next_steps = exchange.numbers()
         if not any(done):  # nobody had work, so nothing is known
             return False
         self.speeds.note(done, passes, [one / WINDOW_STEPS for one in update], sum(done) / WINDOW_STEPS)
-        from_step = int(max(next_steps))  # the first that no rank's loader has been given
+        if exchange.epoch != self.sampler.epoch:  # loaders have fetched steps of the new epoch meanwhile
+            return False
+        from_step = int(max(next_steps)) + 1  # the first that no rank's loader has been given: one more step was taken
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
         if weights:
             self.plan.change_shares(weights, from_step)
         return bool(weights)
+
+
+class Exchange:
+    """An all-gather of a few numbers, during the next step, so that nobody waits for it."""
+
+    def __init__(self, numbers: Sequence[float], device: torch.device, epoch: int):
+        self.epoch = epoch
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self.everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        self.work: Any = dist.all_gather(self.everyone, mine, async_op=True)
+
+    def numbers(self) -> list[list[float]]:
+        """For each number, the values of all ranks."""
+        self.work.wait()
+        return torch.stack(self.everyone).T.tolist()
 
 
 class Speeds:
@@ -164,11 +192,3 @@ def _damped(old: list[float], new: list[float]) -> list[float]:
     if not old:
         return new
     return [b if abs(b - a) > JUMP * a else (a + b) / 2 for a, b in zip(old, new, strict=True)]
-
-
-def _gathered(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """For each of `numbers`, the values of all ranks."""
-    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone).T.tolist()

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""What `--compress` and `--sync-every` save on a slow link: bytes of a step, and steps per second.
+
+    slow_links.py [--repeat 3] [--only bytes,100mbit,delay,loss] [--cache-dir cache]
+
+Two nodes with one rank each pretrain a small BERT. `bytes` and the others run on two network namespaces of this
+machine, whose interfaces count what crosses: `100mbit` with a limit of 100 Mbit/s, `delay` with that and 20 ms each
+way. `loss` compares the held-out loss of `make bert`'s recipe after the same tokens. The ways are run in turns. Needs
+root and iproute2.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+from common.launch.addresses import free_port
+
+HOSTS, SLOWLINK = ROOT / "tests" / "cluster" / "hosts.sh", ROOT / "tests" / "cluster" / "slowlink.py"
+TRAINER = ROOT / "bert_ddp" / "bert-distributed.py"
+MODEL = ["--preset", "tiny", "--dropout", "0", "--vocab-size", "2000", "--sequence-length", "64"]
+RECIPE = [*MODEL, "--global-batch", "32", "--epochs", "20", "--lr", "2e-3", "--warmup-steps", "100", "--clip-norm", "1"]
+WAYS = {
+    "exact": [],
+    "bf16": ["--compress", "bf16"],
+    "powersgd:4": ["--compress", "powersgd:4"],
+    "every 50": ["--sync-every", "50"],
+    "every 100": ["--sync-every", "100"],
+}
+FIRST_STEP = 20
+ADDRESSES = {"uneven-va": "10.77.0.1", "tund0": "10.78.0.1"}  # of nodea
+
+
+@contextmanager
+def hosts(rate: str = "off", delay_ms: int = 0):
+    """Two hosts, joined by a link of this rate, and with `delay_ms` by one of 100 Mbit/s with a delay. Yields the
+    interface of nodea."""
+    subprocess.run([HOSTS, "down"], check=True)
+    slow = None
+    try:
+        subprocess.run([HOSTS, "up"], check=True)
+        subprocess.run([HOSTS, "rate", rate], check=True)
+        if delay_ms:
+            slow = subprocess.Popen([sys.executable, SLOWLINK, str(delay_ms), "0", "100"], stdout=subprocess.PIPE)
+            assert slow.stdout and slow.stdout.readline() == b"up\n"
+        yield "tund0" if delay_ms else "uneven-va"
+    finally:
+        if slow:
+            slow.kill()
+            slow.wait()
+        subprocess.run([HOSTS, "down"], check=True)
+
+
+def bytes_sent(interface: str) -> int:
+    """What nodea has sent through this interface so far."""
+    shown = subprocess.run(
+        ["ip", "-n", "uneven-a", "-s", "-j", "link", "show", interface], check=True, capture_output=True
+    )
+    return json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"]
+
+
+def train(folder: Path, flags: list[str], interface: str) -> list[dict]:
+    """Train with one rank on each host. Returns the rows of metrics.jsonl."""
+    port, other = str(free_port()), interface.replace("va", "vb")
+    layout = ["-n", "2", "-g", "1,1", "--master-addr", ADDRESSES[interface], "--master-port", port, "--device", "cpu"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    folder.mkdir()
+    with (folder / "nodes.log").open("w") as log:
+        nodes = []
+        for number, (host, name) in enumerate((("nodea", interface), ("nodeb", other))):
+            own = ["-i", str(number), "--interface", name, "--out-dir", str(folder / "run")]
+            command = [HOSTS, "on", host, sys.executable, TRAINER, *layout, *own, *flags]
+            nodes.append(subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log))
+        codes = [node.wait() for node in nodes]
+    if any(codes):
+        sys.exit(f"slow_links.py: a run has failed:\n{(folder / 'nodes.log').read_text()}")
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def measure(flags: list[str], steps: int, interface: str) -> tuple[int, list[dict]]:
+    """(bytes that nodea has sent, rows) of one run."""
+    before = bytes_sent(interface)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = train(Path(folder) / "job", [*flags, "--max-steps", str(steps)], interface)
+    return bytes_sent(interface) - before, rows
+
+
+def speed(rows: list[dict]) -> tuple[float, float]:
+    """(steps per second, part of the time spent on computing) from the first "ranks" row after step 20 to the last."""
+    ranks = [row for row in rows if row["kind"] == "ranks"]
+    first, last = next(row for row in ranks if row["step"] >= FIRST_STEP), ranks[-1]
+    seconds = last["training_seconds"] - first["training_seconds"]
+    steps, busy = last["step"] - first["step"], 0.0
+    for before, row in pairwise(ranks):
+        if before["step"] >= first["step"]:
+            busy += (row["step"] - before["step"]) * statistics.mean(row["compute_ms"]) / 1e3
+    return steps / seconds, busy / seconds
+
+
+def show_bytes(flags: list[str], repeat: int) -> None:
+    """Bytes of a step, from runs of 30 and 130 steps: the difference has no start, no evaluation and no end."""
+    print("| exchange | MB a step from nodea | of the exact | of the gradients |\n| --- | --- | --- | --- |")
+    found, gradients = {}, 4 * 754_896 / 1e6
+    with hosts() as interface:
+        for way, more in WAYS.items():
+            one, many = (
+                measure([*flags, *more, "--global-batch", "32", "--micro-batch", "4"], n, interface)[0]
+                for n in (30, 130)
+            )
+            found[way] = (many - one) / 100 / 1e6
+            cells = [way, f"{found[way]:.3f}", f"{found[way] / found['exact']:.3f}", f"{found[way] / gradients:.3f}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def show_speed(flags: list[str], repeat: int, ways: list[str], steps: int, **link) -> None:
+    print(f"\n{link}\n\n| exchange | steps/s | times the exact | computing |\n| --- | --- | --- | --- |")
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    with hosts(**link) as interface:
+        for _ in range(repeat):
+            for way in ways:
+                found[way].append(speed(measure([*flags, *WAYS[way]], steps, interface)[1]))
+    for way in ways:
+        rate, busy = (statistics.median(values) for values in zip(*found[way], strict=True))
+        ratio = statistics.median(a / b for (a, _), (b, _) in zip(found[way], found["exact"], strict=True))
+        print(f"| {way} | {rate:.2f} | {ratio:.2f} | {busy:.2f} |", flush=True)
+
+
+def show_loss(flags: list[str]) -> None:
+    print("\n| exchange | held-out loss | against the exact |\n| --- | --- | --- |")
+    exact = 0.0
+    others = {"every 50, averaged": ["--sync-every", "50", "--outer-lr", "1", "--outer-momentum", "0"]}
+    with hosts() as interface:
+        for way, more in {**WAYS, **others}.items():
+            with tempfile.TemporaryDirectory() as folder:
+                rows = train(Path(folder) / "job", [*RECIPE, *flags, *more], interface)
+            loss = [row["loss"] for row in rows if row["kind"] == "eval"][-1]
+            exact = exact or loss
+            print(f"| {way} | {loss:.4f} | {loss / exact:.4f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", default="bytes,100mbit,delay,loss")
+    parser.add_argument("--cache-dir", type=Path, default=ROOT / "cache")
+    args = parser.parse_args()
+    only, corpus = args.only.split(","), ["--cache-dir", str(args.cache_dir.resolve())]
+    flags = [*MODEL, *corpus]
+    if "bytes" in only:
+        show_bytes(flags, args.repeat)
+    if "100mbit" in only:
+        ways = ["exact", "bf16", "powersgd:4", "every 50"]
+        show_speed([*flags, "--global-batch", "64"], args.repeat, ways, 120, rate="100mbit")
+    if "delay" in only:
+        show_speed([*flags, "--global-batch", "64"], args.repeat, ["exact", "every 50"], 220, delay_ms=20)
+    if "loss" in only:
+        show_loss(corpus)
+    print(f"\nMedian of {args.repeat}. {describe()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The largest micro-batch that fits into a rank's memory, found by trying."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from common.uneven.global_batch import needs_whole_parts
+
+RESERVED_COPIES = 4  # of the weights, that training needs besides: two moments of AdamW, DDP's buckets, and a margin
+CLOSER = 3  # trials between the largest size that fits and the smallest that does not
+USED = 3 / 4  # of the largest size that fits, because memory becomes fragmented in a long run
+
+
+def fitting_micro_batches(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> list[int]:
+    """For each rank, how many rows to have in one forward: up to its own `most`, and as fit into its memory.
+
+    `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and buffers are put back. On
+    a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and without one everything
+    fits.
+    Every rank must call this, before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
+    the model's statistics are over the global batch, which do without micro-batches.
+    """
+    if needs_whole_parts(net):
+        raise UserError(
+            "--micro-batch auto: statistics over the global batch need each rank's whole part in one forward: leave it "
+            "out, or use GroupNorm",
+            same_on_every_rank=True,
+        )
+    mine = torch.tensor([_largest(net, trial, max(1, most))], device=next(net.parameters()).device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    sizes = torch.cat(everyone).tolist()
+    if 0 in sizes:
+        raise UserError(
+            f"--micro-batch auto: on rank {sizes.index(0)} the memory is too small for a forward and backward of one "
+            "sample: use a smaller model, or --checkpoint-activations where there is one",
+            same_on_every_rank=True,
+        )
+    return sizes
+
+
+def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> int:
+    """The rows to use: doubled until they do not fit, then closer by halves, less a margin. 0 if not even one fits."""
+    fits, fails, size = 0, most + 1, 1
+    while fits < most and size < fails:
+        if _fits(net, trial, size):
+            fits, size = size, min(2 * size, most)
+        else:
+            fails = size
+    for _ in range(CLOSER):
+        size = (fits + fails) // 2
+        if not fits < size < fails:
+            break
+        if _fits(net, trial, size):
+            fits = size
+        else:
+            fails = size
+    return fits if fits in (0, most) else max(1, int(fits * USED))
+
+
+def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool:
+    """Whether a trial with so many rows fits beside what training needs later."""
+    buffers = [one.clone() for one in net.buffers()]
+    reserved: list[torch.Tensor] = []
+    try:
+        for one in net.parameters():
+            reserved += [torch.zeros_like(one) for _ in range(RESERVED_COPIES * one.requires_grad)]
+        trial(rows)
+        return True
+    except (torch.OutOfMemoryError, MemoryError):
+        return False
+    except RuntimeError as error:  # of the CPU's allocator, and of libraries
+        if not any(word in str(error) for word in ("alloc", "memory")):
+            raise
+        return False
+    finally:
+        net.zero_grad(set_to_none=True)
+        for buffer, before in zip(net.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        reserved.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

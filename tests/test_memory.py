@@ -1,0 +1,72 @@
+"""--micro-batch auto: the largest micro-batch that fits on each rank, and the same result."""
+
+import re
+
+import pytest
+
+from common.launch import cli
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, run, weights
+from tests.test_exactness import altered
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 800, "--max-steps", 3)
+# A sample takes about a megabyte: 64 x 64 pixels
+LARGE = {"ConvNet(train_set.side)": "torch.nn.Sequential(torch.nn.Upsample(scale_factor=8), ConvNet(64))"}
+START = '        torch.manual_seed(derive_seed(args.seed, "weights"))\n'
+LIMIT = """        if worker.rank == 1:
+            import resource
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + {megabytes} * 2**20, resource.RLIM_INFINITY))
+"""
+
+
+def limited(folder, megabytes):
+    """The MNIST trainer with a large network, whose rank 1 may take so many megabytes more."""
+    return altered(folder, {**LARGE, START: LIMIT.format(megabytes=megabytes) + START})
+
+
+def test_a_rank_with_little_memory_gets_smaller_micro_batches_and_the_curve_is_the_same(tmp_path):
+    one = altered(tmp_path / "large_ddp", LARGE)
+    play(one, (1,), tmp_path / "one", *FLAGS)
+    small = limited(tmp_path / "limited_ddp", 500)
+    said = play(small, (1, 1), tmp_path / "two", *FLAGS, "--micro-batch", "auto")[0].output
+    first, second = map(int, re.search(r"micro-batches of at most (\d+), (\d+)", said).groups())
+    assert first == 400 and 8 <= second < 400
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-12)
+    assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-10
+
+
+def test_with_memory_enough_every_rank_takes_its_whole_part_at_once(tmp_path):
+    said = play(MNIST, (2, 1), tmp_path, *FLAGS, "--micro-batch", "auto")[0].output
+    assert "shares 267 x2, 266, micro-batches of at most 267 x2, 266" in said
+
+
+def test_a_rank_on_which_not_even_one_sample_fits_is_named(tmp_path):
+    trainer = limited(tmp_path / "limited_ddp", 40)
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--micro-batch", "auto")
+    for result in playing(trainer, nodes, tmp_path).results():
+        assert result.code == 2
+        assert "--micro-batch auto: on rank 1 the memory is too small" in result.output
+
+
+def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):
+    changes = {
+        "net = ConvNet(train_set.side)": "net = global_batch_norm(nn.Sequential(ConvNet(train_set.side), BN(10)))",
+        "import torch\n": "import torch\nfrom torch import nn\nfrom torch.nn import BatchNorm1d as BN\n"
+        "from common.uneven.global_batch import global_batch_norm\n",
+    }
+    trainer = altered(tmp_path / "normed_ddp", changes)
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--micro-batch", "auto")
+    for result in playing(trainer, nodes, tmp_path).results():
+        assert result.code == 2
+        assert "--micro-batch auto: statistics over the global batch need each rank's whole part" in result.output
+
+
+def test_a_trainer_that_cannot_try_sizes_refuses_it():
+    parser = cli.parser("")
+    cli.add_batch_flags(parser, 8)
+    with pytest.raises(Exception, match="this trainer does not try sizes"):
+        cli.micro_batch(parser.parse_args(["--micro-batch", "auto"]), 0)
+
+
+def test_help_names_it():
+    assert "auto: what fits" in " ".join(run("python", MNIST, "--help").output.split())
