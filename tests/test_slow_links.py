@@ -5,6 +5,7 @@ import pytest
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
 from tests.test_bad_input import refusal
 from tests.test_exactness import altered
+from tests.test_memory import LARGE
 
 # 1,438 samples: 14 steps an epoch, the last of 8 samples, so that some ranks have one sample or none
 DIGITS = ("--dataset", "digits", "--global-batch", 110)
@@ -60,6 +61,12 @@ def test_powersgd_trains_with_the_same_weights_on_all_ranks_and_its_first_ten_st
     assert found[:11] == pytest.approx(exact[:11], rel=1e-4)
     assert found[11:] != pytest.approx(exact[11:], rel=1e-4)
     assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.1)
+
+
+def test_powersgd_takes_gradients_that_are_larger_than_one_bucket_of_ddp(tmp_path):
+    trainer = altered(tmp_path / "large_ddp", LARGE)
+    play(trainer, (2, 1), tmp_path / "run", *DIGITS, "--max-steps", 30, "--compress", "powersgd")
+    assert losses(tmp_path / "run")[-1] < 1.5
 
 
 def test_one_process_has_nothing_to_compress(tmp_path):

@@ -56,6 +56,11 @@ def sum_bucket(
             gradients.mul_(scale)
 
     Variable._execution_engine.queue_callback(finish)  # runs at the end of this backward
+    return _done(gradients)
+
+
+def _done(gradients: torch.Tensor) -> Summed:
+    """A future for DDP that is complete."""
     done: Summed = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
     done.set_result(gradients)
     return done
@@ -76,7 +81,13 @@ def _powersgd(rank: int, net: torch.nn.Module) -> Callable[[dist.GradBucket], Su
         min_compression_rate=LEAST_GAIN,
     )
     ranks = dist.get_world_size()
-    return lambda bucket: powerSGD_hook(state, bucket).then(lambda future: future.value().mul_(ranks))
+
+    def summed(bucket: dist.GradBucket) -> Summed:
+        # Its second exchange starts when the first one ends, at another moment on each rank: wait, so that all ranks
+        # enter the exchanges of two buckets in the same order.
+        return _done(powerSGD_hook(state, bucket).wait().mul_(ranks))
+
+    return summed
 
 
 def _require_gain(rank: int, net: torch.nn.Module) -> None:
