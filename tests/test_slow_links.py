@@ -107,7 +107,7 @@ def test_averaging_after_every_step_of_sgd_equals_an_exchange_of_gradients(gpus,
     assert largest_difference(weights(tmp_path / "nodes"), weights(tmp_path / "ddp")) < 1e-12
 
 
-def test_between_outer_steps_the_nodes_differ_and_at_an_epochs_end_they_are_the_same(checked, exact, tmp_path):
+def test_between_outer_steps_the_nodes_differ_and_at_the_end_they_are_the_same(checked, exact, tmp_path):
     said = play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--sync-every", 5, *AVERAGES)[0].output
     assert "links    nodes average their changes every 5 steps, so the result depends on the nodes" in said
     found = losses(tmp_path)
@@ -133,7 +133,8 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
     play(sgd, (2, 1), tmp_path / "whole", *flags)
     play(sgd, (2, 1), tmp_path / "parts", *flags, "--save-every", 7, "--keep", 9)
     saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000010", "step-00000014", "step-00000025", "step-00000028"]
+    assert saved == ["step-00000010", "step-00000015", "step-00000025", "step-00000028"]
+    assert [row["step"] for row in rows(tmp_path / "parts", "eval")] == [15, 28]  # an epoch has 14 steps
     flags = (*flags, "--resume", tmp_path / "parts" / "checkpoints" / "step-00000010")
     play(sgd, (2, 1), tmp_path / "parts", *flags)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-12)

@@ -42,7 +42,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
-                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
+                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
         report.summary(step)

@@ -155,15 +155,15 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                are_same = nodes.end_step(now=epoch_ends)  # do all nodes have the same weights?
+                evaluates = nodes.end_step(epoch_ends, now=step == total_steps)
                 report.note(step, loss_sum, float(lr), grad_norm, count)
                 balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 
-                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
+                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
                 if saves or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)
-                if epoch_ends:
+                if evaluates:
                     with report.pause():
                         numbers = evaluate(
                             net, found.held_out["dev"], args.eval_batch, group, precision, in_turn

@@ -150,12 +150,12 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                are_same = nodes.end_step(now=evaluates)  # do all nodes have the same weights?
+                is_due = epoch_ends or (args.eval_every and step % args.eval_every == 0)
+                evaluates = nodes.end_step(is_due, now=step == total_steps)
                 report.note(step, loss_sum, lr, grad_norm, count)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
-                saves = epoch_ends or (report.checkpoint_is_due(step) and are_same)
+                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
                 if saves or evaluates or report.is_due:
                     for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                         precision.require_finite(done.step, done.loss, done.grad_norm)

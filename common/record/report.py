@@ -129,9 +129,11 @@ class Report:
 
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 
-    def checkpoint_is_due(self, step: int) -> bool:
-        """True when --save-every has asked for a checkpoint by step `step`; the same on every rank."""
-        self.checkpoint_due = self.checkpoint_due or self.options.save_every.is_due(step, self.unsaved_seconds)
+    def checkpoint_is_due(self, step: int, epoch_ends: bool = False) -> bool:
+        """True when an epoch's end or --save-every has asked for a checkpoint since the last one; the same on every
+        rank."""
+        is_due = epoch_ends or self.options.save_every.is_due(step, self.unsaved_seconds)
+        self.checkpoint_due = self.checkpoint_due or is_due
         return self.checkpoint_due
 
     @contextlib.contextmanager

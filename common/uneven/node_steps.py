@@ -47,6 +47,8 @@ class NodeSteps:
         """Make a process group for each node, and one of the nodes' first ranks. Every rank must call this."""
         self.net, self.plan, self.timer, self.every = net, plan, timer, every
         self.is_on = every is not None
+        self.are_same = True  # all nodes have the same weights
+        self.evaluation_is_due = False
         if not self.is_on:
             return
         limit = timedelta(seconds=timeout_seconds)
@@ -87,21 +89,27 @@ class NodeSteps:
         scale = self.plan.global_count(self.step) / mine if mine else 0.0
         return sum_bucket(bucket, ranks=self.group, scale=scale)
 
-    def end_step(self, now: bool = False) -> bool:
+    def end_step(self, evaluation_is_due: bool, now: bool) -> bool:
         """Call after each step of the trainer's optimizer. Every H-th call takes the outer step, and so does one with
-        `now`, which is for the end of an epoch. Returns True where the nodes have the same weights: only then may a
-        trainer evaluate or save them. Every rank must call this."""
+        `now`, which is for the last step of all. Every rank must call this.
+
+        Weights may be evaluated and saved only where `are_same`. So an evaluation that is due waits for an outer step:
+        returns whether to evaluate now.
+        """
         if self.every is None:
-            return True
+            return evaluation_is_due
+        self.evaluation_is_due = self.evaluation_is_due or evaluation_is_due
         self.node_samples += self._node_samples()
         self.samples += self.plan.global_count(self.step)
         self.step += 1
-        if not now and self.step % self.every:
+        self.are_same = now or self.step % self.every == 0
+        if not self.are_same:
             return False
         with self.timer.exchange():
             self._outer_step()
         self.samples = self.node_samples = 0
-        return True
+        evaluates, self.evaluation_is_due = self.evaluation_is_due, False
+        return evaluates
 
     @torch.no_grad()
     def _outer_step(self) -> None:
