@@ -64,7 +64,7 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
-        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
+        nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
 
@@ -80,8 +80,9 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss = cross_entropy(net(some.images), some.labels)
             loss.backward()
 
+        pace = group.each_at_its_own_pace("the largest micro-batch of each rank")
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
-        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         empty = move(train_set.get_batch([]), device, precision.dtype)
 
@@ -145,7 +146,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     report.evaluation(step, **numbers)
                 if saves:
                     save()
-                if step == total_steps:
+                if step == total_steps or (evaluates and is_good_enough()):
                     break
         if is_good_enough():
             report.line(f"reached {args.target_accuracy:.2%} after {report.clock.seconds:.1f} s of training")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights, write_trainer
 from tests.test_bad_input import refusal
 from tests.test_exactness import altered
 from tests.test_memory import LARGE
@@ -88,6 +88,8 @@ def test_compression_may_change_when_a_run_is_resumed(tmp_path):
     (["--compress", "powersgd:0"], "'powersgd:0' is not allowed: give off, bf16, or powersgd:R with a rank R of 1"),
     (["--compress", "fp16"], "'fp16' is not allowed: give off, bf16, or powersgd:R"),
     (["--compress", "bf16", "--sync-every", 5], "the nodes exchange no gradients then"),
+    (["--compress", "powersgd", "--precision", "fp16"], "a step whose gradients overflow"),
+    (["--compress", "powersgd", "--balance", "auto"], "its exchanges are a part of backward"),
     (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
     (["--sync-every", 0], "'0' is not allowed"),
 ])  # fmt: skip
@@ -117,14 +119,14 @@ def test_between_outer_steps_the_nodes_differ_and_at_the_end_they_are_the_same(c
 
 
 def test_the_outer_step_is_nesterovs(sgd, tmp_path):
-    """With H = 1 and an inner learning rate of 1e-3, the outer step with momentum m is SGD with Nesterov momentum."""
+    """With H = 1 and plain SGD within, the outer step is a step of SGD with Nesterov momentum."""
     nesterov = altered(
         tmp_path / "nesterov_ddp",
         {old: new.replace("args.lr)", "args.lr * 0.7, 0.9, nesterov=True)") for old, new in SGD.items()},
     )
     flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02)
     play(nesterov, (2, 1), tmp_path / "ddp", *flags)
-    play(sgd, (2, 1), tmp_path / "nodes", *flags, "--sync-every", 1)
+    play(sgd, (2, 1), tmp_path / "nodes", *flags, "--sync-every", 1, "--outer-lr", 0.7, "--outer-momentum", 0.9)
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-9)
 
 
@@ -139,6 +141,61 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
     play(sgd, (2, 1), tmp_path / "parts", *flags)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-12)
     assert largest_difference(weights(tmp_path / "parts"), weights(tmp_path / "whole")) < 1e-12
+
+
+TOKENS = """
+from common.uneven import ddp
+from common.uneven.batches import micro_batches
+from common.uneven.batching import plan_batches
+from common.uneven.loading import part_loader
+from common.uneven.node_steps import NodeSteps
+from common.uneven.timer import StepTimer
+from common.uneven.token_balance import TokenBalancedSampler
+"""
+TOKEN_BODY = """
+timer, lengths = StepTimer(group.device), [1, 30, 2, 2, 9, 1, 1, 4, 25, 1, 3, 2, 7]  # the last step has one row
+data = torch.utils.data.TensorDataset(torch.arange(13.0, dtype=torch.float64)[:, None])
+plan = plan_batches(len(data), 4, worker.world_size)
+sampler = TokenBalancedSampler(plan, worker.rank, 0, lengths)
+net = torch.nn.Linear(1, 1).double()
+torch.nn.init.ones_(net.weight), torch.nn.init.zeros_(net.bias)
+nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, {every})
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+model = ddp.wrap(net, plan, timer, lambda model: model(torch.zeros(0, 1).double()).sum(), nodes=nodes)
+sampler.set_epoch(0)
+for step, part in enumerate(timer.steps(part_loader(data, sampler), len(sampler))):
+    for (x,), is_last in micro_batches(part, sampler.part(step, worker.rank), None):
+        with ddp.reduce_gradients_if(is_last, model, timer):
+            (model(x).square().sum() / plan.global_count(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    nodes.end_step(False, now=step == 3)
+if worker.is_main:
+    Path(args.out_dir, "weight").write_text(repr(net.weight.item()))
+"""
+
+
+def test_a_nodes_samples_are_those_of_the_sampler_where_parts_are_balanced_by_tokens(tmp_path):
+    found = []
+    for every in ("None", "1"):
+        folder = tmp_path / every
+        folder.mkdir()
+        play(write_trainer(folder, TOKEN_BODY.format(every=every), TOKENS), (1, 1), folder)
+        found.append(float((folder / "weight").read_text()))
+    assert found[0] != 1.0 and found[1] == pytest.approx(found[0], abs=1e-12)
+
+
+def test_an_evaluation_alone_needs_no_flags_of_the_run(tmp_path):
+    play(MNIST, (1, 1), tmp_path, *DIGITS, "--max-steps", 5, "--sync-every", 5)
+    said = play(MNIST, (2,), tmp_path, *DIGITS, "--eval-only", "--resume")[0].output
+    assert "step 5: loss" in said
+
+
+def test_a_run_that_is_good_enough_ends_with_the_weights_that_were_evaluated(checked, tmp_path):
+    flags = ("--epochs", 9, "--sync-every", 5, "--target-accuracy", 80)
+    said = play(checked, (2, 1), tmp_path, *DIGITS, *flags)[0].output
+    assert "reached 80.00%" in said
+    assert rows(tmp_path, "eval")[-1]["step"] == rows(tmp_path, "summary")[-1]["step"]
 
 
 def test_one_node_may_do_outer_steps_and_is_told_that_they_save_nothing(tmp_path):

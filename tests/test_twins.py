@@ -16,11 +16,11 @@ def train(worker: Worker, args: Namespace) -> None:
         shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
         torch.manual_seed(derive_seed(args.seed, "weights"))
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
-        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
+        nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts |= nodes.parts
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
-        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")

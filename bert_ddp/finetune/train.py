@@ -78,7 +78,7 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
-        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
+        nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
 
@@ -96,13 +96,13 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss = loss_of(net(**some.inputs()).logits, some.labels)
             loss.backward()
 
+        pace = group.each_at_its_own_pace("the largest micro-batch of each rank")
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
-        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         cut = choose_passes(net, rows, device, micro_batch, args.compile)
-        stand_in = move(
-            next(cut(rows.get_batch([])))[0], device
-        )  # a row whose label does not count: it stands for no rows
+        # A row whose label does not count: it stands for no rows.
+        stand_in = move(next(cut(rows.get_batch([])))[0], device)
         compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
 
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:

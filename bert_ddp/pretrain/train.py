@@ -79,7 +79,7 @@ def train(worker: Worker, args: Namespace) -> None:
         decay = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
-        nodes = NodeSteps(net, plan, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
+        nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
 
@@ -95,8 +95,9 @@ def train(worker: Worker, args: Namespace) -> None:
                 loss = cross_entropy(net(**some.inputs)[0], some.labels.flatten())
             loss.backward()
 
+        pace = group.each_at_its_own_pace("the largest micro-batch of each rank")
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
-        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most)
+        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
         empty = move(train_set.get_batch([]), device, precision.dtype)
 

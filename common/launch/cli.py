@@ -164,25 +164,25 @@ def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("slow links between the nodes (both change the result a little)")
+    group = parser.add_argument_group("slow links between the nodes")
     group.add_argument(
         "--compress",
         type=values.compression,
         default="off",
         metavar="bf16|powersgd:R",
-        help="exchange gradients rounded, or as products of matrices of rank R",
+        help="exchange gradients rounded, or as products of matrices of rank R; changes the result a little",
     )
     group.add_argument(
         "--sync-every",
         type=values.positive_int,
         metavar="H",
-        help="let each node train by itself, and average the nodes' changes every H steps (DiLoCo)",
+        help="let each node train by itself, and average the nodes' changes every H steps: another optimisation",
     )
     group.add_argument(
-        "--outer-lr", type=values.positive_float, default=0.7, metavar="X", help="of --sync-every's outer step"
+        "--outer-lr", type=values.positive_float, default=1.0, metavar="X", help="of --sync-every's outer step"
     )
     group.add_argument(
-        "--outer-momentum", type=values.probability, default=0.9, metavar="X", help="Nesterov's, of the outer step"
+        "--outer-momentum", type=values.probability, default=0.0, metavar="X", help="Nesterov's, of the outer step"
     )
 
 
@@ -265,8 +265,23 @@ def _check_links(args: argparse.Namespace) -> None:
                 f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients "
                 "then: leave one out"
             )
+        if args.compress.startswith("powersgd"):
+            _check_powersgd(args)
     if args.sync_every and args.precision == "fp16":
         raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
+
+
+def _check_powersgd(args: argparse.Namespace) -> None:
+    if args.precision == "fp16":
+        raise UserError(
+            f"--compress {args.compress} with --precision fp16: a step whose gradients overflow, as in fp16 some "
+            "do, would spoil all later ones: use --precision bf16, or --compress bf16"
+        )
+    if args.balance == "auto":
+        raise UserError(
+            f"--compress {args.compress} with --balance auto: its exchanges are a part of backward, so that fast ranks "
+            "would look as slow as the slowest: give --shares, or --compress bf16"
+        )
 
 
 def global_batch(args: argparse.Namespace, world_size: int) -> int:

@@ -66,13 +66,15 @@ class Checkpoint:
         if unknown:
             raise self._refusal(f"{OTHER_MODEL}: its {sorted(unknown)[0]} is unknown here")
 
-    def load_training(self, **parts: Part) -> None:
-        """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state."""
+    def load_training(self, may_have_more: bool = False, **parts: Part) -> None:
+        """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state. With
+        `may_have_more`, the checkpoint may have others too.
+        """
         saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
         new_run = "or start a new run with another --out-dir"
         for name in sorted(parts.keys() - saved.keys()):
             raise self._refusal(f"it was saved without the part {name}: resume without that part too, {new_run}")
-        for name in sorted(saved.keys() - parts.keys()):
+        for name in sorted(saved.keys() - parts.keys()) if not may_have_more else ():
             known = f"it was saved with the part {name}, which this run lacks"
             raise self._refusal(f"{known}: give that part to resume() and save() again, {new_run}")
         for name, part in parts.items():

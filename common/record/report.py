@@ -48,7 +48,7 @@ class Report:
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
-        self.checkpoint_due = False
+        self.wants_checkpoint = False
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
@@ -105,8 +105,8 @@ class Report:
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         done = [
-            Done(one.step, loss / (one.count or 1), float(one.lr), float(one.grad_norm))
-            for one, loss in zip(noted, losses, strict=True)
+            Done(one.step, loss / (one.count or 1), float(one.lr), norm)
+            for one, loss, norm in zip(noted, losses, gathered.grad_norms.max(dim=0).values.tolist(), strict=True)
         ]
         if self.output:
             self.output.steps(done, gathered.times(), self.clock)
@@ -133,15 +133,15 @@ class Report:
         """True when an epoch's end or --save-every has asked for a checkpoint since the last one; the same on every
         rank."""
         is_due = epoch_ends or self.options.save_every.is_due(step, self.unsaved_seconds)
-        self.checkpoint_due = self.checkpoint_due or is_due
-        return self.checkpoint_due
+        self.wants_checkpoint = self.wants_checkpoint or is_due
+        return self.wants_checkpoint
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Use around a checkpoint: its time does not count as training, and --save-every counts from its end."""
         with self.clock.saving():
             yield
-        self.unsaved_seconds, self.checkpoint_due = 0.0, False
+        self.unsaved_seconds, self.wants_checkpoint = 0.0, False
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Use around an evaluation: its time does not count as training."""

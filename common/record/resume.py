@@ -12,6 +12,7 @@ from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
 from common.record.lock import lock
+from common.uneven.node_steps import NodeSteps
 
 
 def resume(
@@ -44,7 +45,7 @@ def resume(
                 if not options.eval_only:
                     found.require(recipe, prefix="--")
                 found.load_model(model)
-                found.load_training(**parts)
+                found.load_training(may_have_more=options.eval_only, **parts)
                 if not options.eval_only:
                     _go_back_to(found, folder / "checkpoints")
                 say(f"resuming from {found.path}", rank=0)
@@ -93,7 +94,7 @@ def _require_all_schedulers(parts: dict[str, Any]) -> None:
 
     A scheduler of torch notes `initial_lr` in the optimizer that it changes. A part of an unknown class may hold it.
     """
-    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module
+    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module | NodeSteps
     others = [part for part in parts.values() if not isinstance(part, known)]
     for name, part in parts.items():
         scheduled = isinstance(part, torch.optim.Optimizer) and any("initial_lr" in one for one in part.param_groups)

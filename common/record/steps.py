@@ -42,6 +42,7 @@ class Gathered:
     compute_ms: torch.Tensor
     exchange_ms: torch.Tensor
     backpropagated: torch.Tensor  # not a number where it is unknown
+    grad_norms: torch.Tensor  # the same on all ranks, but for those of nodes that train by themselves
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
 
     @property
@@ -75,12 +76,13 @@ def gather_steps(timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: floa
     unknown = torch.full_like(sums[0], math.nan)
     given = torch.stack([unknown if one.backpropagated is None else one.backpropagated for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
-    mine = torch.stack([sums, *sums.new_tensor(times).T, given, clock, counts])
+    norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    losses, loading, compute, exchange, given, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)
+    losses, loading, compute, exchange, given, norms, clocks, counted = torch.stack(everyone).cpu().unbind(dim=1)
     _require_one_count(noted, counted)
-    return Gathered(losses, loading, compute, exchange, given, float(clocks[0, 0]))
+    return Gathered(losses, loading, compute, exchange, given, norms, float(clocks[0, 0]))
 
 
 def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:

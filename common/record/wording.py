@@ -17,7 +17,9 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
     for view in group.views:
         name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
-    sizes = [size or max(plan.shares) for size in facts.get("micro_batches", [options.flags.get("micro_batch")])]
+    given = options.flags.get("micro_batch")
+    by_rank = facts.get("micro_batches") or (given if isinstance(given, list) else [given])
+    sizes = [size or max(plan.shares) for size in by_rank]
     most = runs(sizes) if len(set(sizes)) > 1 else str(sizes[0])
     idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
     lines = {
@@ -26,19 +28,19 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         "backend": f"{group.backend}, {options.flags['precision']}",
         "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
         f"micro-batches of at most {most}{idle}",
-        **_links(options.flags, len(hosts)),
+        **_links(options.flags, len(hosts), layout.world_size),
         **{name: value for name, value in facts.items() if name != "micro_batches"},
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
 
 
-def _links(flags: Mapping[str, Any], nodes: int) -> dict[str, str]:
+def _links(flags: Mapping[str, Any], nodes: int, ranks: int) -> dict[str, str]:
     """A line where the ranks do not exchange all gradients exactly in every step."""
     if every := flags.get("sync_every"):
         one = "; there is one node, so nothing is saved" if nodes == 1 else ""
         often = "every step" if every == 1 else f"every {every} steps"
         return {"links": f"nodes average their changes {often}, so the result depends on the nodes{one}"}
-    if (compress := flags.get("compress", "off")) != "off":
+    if (compress := flags.get("compress", "off")) != "off" and ranks > 1:
         return {"links": f"gradients are exchanged as {compress}, so the result depends on the layout a little"}
     return {}
 

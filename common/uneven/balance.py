@@ -89,9 +89,9 @@ class Balancer:
         if not any(done):  # nobody had work, so nothing is known
             return False
         self.speeds.note(done, passes, [one / WINDOW_STEPS for one in update], sum(done) / WINDOW_STEPS)
-        if exchange.epoch != self.sampler.epoch:  # loaders have fetched steps of the new epoch meanwhile
-            return False
         from_step = int(max(next_steps)) + 1  # the first that no rank's loader has been given: one more step was taken
+        if exchange.epoch != self.sampler.epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
+            from_step = (self.sampler.epoch + 1) * self.plan.steps_per_epoch
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
         if weights:
             self.plan.change_shares(weights, from_step)

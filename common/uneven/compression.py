@@ -42,7 +42,7 @@ def sum_bucket(
     """Start to sum a bucket over the process group `ranks`, by default all, as numbers of type `dtype`. The sum, times
     `scale`, is in the bucket once backward returns.
 
-    No Python runs in the backend's threads, as it would with `then` of the all-reduce's future.
+    It is done without `then` of the all-reduce's future, whose function would run in a thread of the backend.
     """
     gradients = bucket.buffer()
     sent = gradients.to(dtype or gradients.dtype)
@@ -72,13 +72,14 @@ def _powersgd(rank: int, net: torch.nn.Module) -> Callable[[dist.GradBucket], Su
     What it leaves out of a step, it adds in the next. A run that is resumed begins anew with that: what the last step
     left out is lost, and the first ten steps are exchanged in full.
     """
-    _require_gain(rank, net)
+    _require_fit(rank, net)
     empty_steps = 2  # that `wrap` does
     state = PowerSGDState(
         process_group=None,
         matrix_approximation_rank=rank,
         start_powerSGD_iter=empty_steps + EXACT_STEPS,
         min_compression_rate=LEAST_GAIN,
+        orthogonalization_epsilon=1e-8,  # a matrix whose gradient is zero would make it divide by zero
     )
     ranks = dist.get_world_size()
 
@@ -90,7 +91,20 @@ def _powersgd(rank: int, net: torch.nn.Module) -> Callable[[dist.GradBucket], Su
     return summed
 
 
-def _require_gain(rank: int, net: torch.nn.Module) -> None:
+def _require_fit(rank: int, net: torch.nn.Module) -> None:
+    """Raise UserError where torch's PowerSGD fails, or does not pay."""
+    where = {one.device.type for one in net.parameters()}
+    if "cpu" in where and torch.cuda.is_available():  # it waits for the GPU, whatever the device of the gradients
+        raise UserError(
+            f"--compress powersgd:{rank} fails on the CPU of a machine that has a GPU: set CUDA_VISIBLE_DEVICES= (to "
+            "nothing), or use bf16"
+        )
+    if scalars := [name for name, one in net.named_parameters() if one.requires_grad and one.dim() == 0]:
+        raise UserError(
+            f"--compress powersgd:{rank} knows no parameter without dimensions, such as {scalars[0]}: give it the "
+            "shape (1,), or use bf16",
+            same_on_every_rank=True,
+        )
     sizes = [(len(one), one.numel() // len(one)) for one in net.parameters() if one.requires_grad and one.dim() > 1]
     most = max((ceil(rows * columns / (LEAST_GAIN * (rows + columns))) - 1 for rows, columns in sizes), default=0)
     if rank > most:

@@ -48,7 +48,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
         self.guard = guard()
-        for one in net.parameters():
+        for one in (one for one in net.parameters() if one.requires_grad):
             setattr(one, IS_SUMMED, True)
         self.in_micro_batch = False  # of `reduce_gradients_if`
 
@@ -107,6 +107,11 @@ def wrap(
         )
     apart = nodes if nodes and nodes.is_on else None
     if apart:
+        if compress != "off":
+            raise UserError(
+                "wrap(..., compress=...) has no effect with NodeSteps that are on: leave one out",
+                same_on_every_rank=True,
+            )
         if whole_parts or needs_whole_parts(net):
             raise UserError(
                 "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "

@@ -1,6 +1,8 @@
 """The largest micro-batch that fits into a rank's memory, found by trying."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -10,16 +12,21 @@ from common.uneven.global_batch import needs_whole_parts
 
 RESERVED_COPIES = 4  # of the weights, that training needs besides: two moments of AdamW, DDP's buckets, and a margin
 CLOSER = 3  # trials between the largest size that fits and the smallest that does not
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate", "could not create a memory", "bad_alloc")
+NO_CONTEXT = nullcontext()
 USED = 3 / 4  # of the largest size that fits, because memory becomes fragmented in a long run
 
 
-def fitting_micro_batches(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> list[int]:
+def fitting_micro_batches(
+    net: torch.nn.Module, trial: Callable[[int], None], most: int, pace: AbstractContextManager = NO_CONTEXT
+) -> list[int]:
     """For each rank, how many rows to have in one forward: up to its own `most`, and as fit into its memory.
 
     `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and buffers are put back. On
     a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and without one everything
     fits.
-    Every rank must call this, before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
+    The trials run in the context `pace`, in which a rank may be much slower than another. Every rank must call this,
+    before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
     the model's statistics are over the global batch, which do without micro-batches.
     """
     if needs_whole_parts(net):
@@ -28,7 +35,9 @@ def fitting_micro_batches(net: torch.nn.Module, trial: Callable[[int], None], mo
             "out, or use GroupNorm",
             same_on_every_rank=True,
         )
-    mine = torch.tensor([_largest(net, trial, max(1, most))], device=next(net.parameters()).device)
+    with pace:
+        largest = _largest(net, trial, ceil(max(1, most) / USED))
+    mine = torch.tensor([min(largest, max(1, most))], device=next(net.parameters()).device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     sizes = torch.cat(everyone).tolist()
@@ -57,7 +66,7 @@ def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> i
             fits = size
         else:
             fails = size
-    return fits if fits in (0, most) else max(1, int(fits * USED))
+    return max(1, int(fits * USED)) if fits else 0
 
 
 def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool:
@@ -72,7 +81,7 @@ def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool
     except (torch.OutOfMemoryError, MemoryError):
         return False
     except RuntimeError as error:  # of the CPU's allocator, and of libraries
-        if not any(word in str(error) for word in ("alloc", "memory")):
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         return False
     finally:

@@ -5,8 +5,8 @@
     nodes                                   x               average their changes: an outer step
 
 Until an outer step each node trains by itself, on its part of each global batch. Then the nodes' changes are averaged,
-weighted by their samples, and an outer optimizer takes a step with that average: SGD with Nesterov momentum. Source:
-Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
+weighted by their samples, and an outer optimizer takes a step with that average: SGD, with Nesterov momentum if wanted.
+Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
 
 This is another optimisation than training in which every rank takes part in every step: the result depends on which
 ranks are on one node. With H = 1, an inner SGD without momentum, and an outer learning rate of 1 without momentum, both
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.uneven.batching import BatchPlan
 from common.uneven.compression import Summed, sum_bucket
+from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.timer import StepTimer
 
 
@@ -35,17 +35,20 @@ class NodeSteps:
     def __init__(
         self,
         net: torch.nn.Module,
-        plan: BatchPlan,
+        sampler: UnevenDistributedSampler,
         timer: StepTimer,
-        nodes: Sequence[Sequence[int]],  # the ranks of each node
-        every: int
-        | None,  # steps between two outer steps; None: nodes exchange in every step, and nothing is done here
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        timeout_seconds: float = 600.0,  # of an exchange
+        nodes: Sequence[Sequence[int]],
+        every: int | None,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        timeout_seconds: float = 600.0,
     ):
-        """Make a process group for each node, and one of the nodes' first ranks. Every rank must call this."""
-        self.net, self.plan, self.timer, self.every = net, plan, timer, every
+        """Make a process group for each node, and one of the nodes' first ranks. Every rank must call this.
+
+        `nodes` are the ranks of each node; `every` counts the steps between two outer steps, and with None all ranks
+        exchange in every step, and nothing is done here; `timeout_seconds` is that of an exchange.
+        """
+        self.net, self.sampler, self.timer, self.every = net, sampler, timer, every or 0
         self.is_on = every is not None
         self.are_same = True  # all nodes have the same weights
         self.evaluation_is_due = False
@@ -83,10 +86,13 @@ class NodeSteps:
         self.anchor.copy_(self._weights())
 
     def sum_gradients(self, bucket: dist.GradBucket) -> Summed:
-        """Sum a bucket of DDP's gradients over the ranks of this node, for the mean over its samples."""
-        # The trainer divides by the count of the global batch, of which this node has only a part.
+        """Sum a bucket of DDP's gradients over the ranks of this node, times global samples / samples of this node.
+
+        The trainer divides its loss by the count of the global batch, of which this node has only a part. So this is
+        the mean over the node's samples, and over its tokens where those are in proportion to the samples.
+        """
         mine = self._node_samples()
-        scale = self.plan.global_count(self.step) / mine if mine else 0.0
+        scale = self.sampler.plan.global_count(self.step) / mine if mine else 0.0
         return sum_bucket(bucket, ranks=self.group, scale=scale)
 
     def end_step(self, evaluation_is_due: bool, now: bool) -> bool:
@@ -96,11 +102,11 @@ class NodeSteps:
         Weights may be evaluated and saved only where `are_same`. So an evaluation that is due waits for an outer step:
         returns whether to evaluate now.
         """
-        if self.every is None:
+        if not self.is_on:
             return evaluation_is_due
         self.evaluation_is_due = self.evaluation_is_due or evaluation_is_due
         self.node_samples += self._node_samples()
-        self.samples += self.plan.global_count(self.step)
+        self.samples += self.sampler.plan.global_count(self.step)
         self.step += 1
         self.are_same = now or self.step % self.every == 0
         if not self.are_same:
@@ -134,4 +140,4 @@ class NodeSteps:
 
     def _node_samples(self) -> int:
         """Samples of the current step on this node."""
-        return sum(len(self.plan.part(self.step, rank)) for rank in self.ranks)
+        return sum(len(self.sampler.part(self.step, rank)) for rank in self.ranks)

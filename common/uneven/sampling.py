@@ -4,7 +4,7 @@ Both are batch samplers, for `loading.part_loader`: one item of the loader is th
 optimizer step (training), or one batch of its shard (evaluation).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 
 import torch
 from torch.utils.data import Sampler
@@ -71,6 +71,10 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         for step in range(first + self.skip_steps, first + self.plan.steps_per_epoch):
             self.next_step = step + 1
             yield Indices(self.rows(step), self.epoch)
+
+    def part(self, step: int, rank: int) -> Sized:
+        """Rank `rank`'s part of step `step`: here, positions in the epoch's order."""
+        return self.plan.part(step, rank)
 
     def rows(self, step: int) -> list[int]:
         """This rank's samples of step `step`, which must be in the epoch of `set_epoch`."""

@@ -131,7 +131,7 @@ class StepTimer:
     def _times(self, done: Sequence[Marks]) -> list[StepTimes]:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return [_times(marks) for marks in done]
+        return [_times_of(marks) for marks in done]
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -150,7 +150,7 @@ def _not_one_a_step(gave: str, steps: int) -> UserError:
     )
 
 
-def _times(marks: Marks) -> StepTimes:
+def _times_of(marks: Marks) -> StepTimes:
     pairs = [("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end")]
     loading, passes, exchange, update = (_milliseconds(marks[start], marks[end]) for start, end in pairs)
     further = _milliseconds(marks["further"], marks["done"]) if "done" in marks else 0.0
