@@ -85,12 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--ranks", default="1,2")
     args = parser.parse_args()
     require_mnist(args.data_dir)
     flags: list[object] = ["--data-dir", args.data_dir.resolve()]
     print("| ranks | global batch | bare: steps/s | ours: steps/s | ours / bare | ceiling | ours / ceiling |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for ranks in (1, 2):
+    for ranks in map(int, args.ranks.split(",")):
         for batch in STEPS:
             found = [
                 (bare(ranks, batch, flags), ours(ranks, batch, flags), apart(ranks, batch, flags))

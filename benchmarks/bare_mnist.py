@@ -49,4 +49,5 @@ while step < args.max_steps:
 if rank == 0:
     print(f"seconds {time.perf_counter() - began:.4f} steps {step - FIRST_STEPS}", flush=True)
 dist.barrier()
+time.sleep(0.1)  # else it aborts now and then: see REST_SECONDS in common/uneven/ddp.py
 dist.destroy_process_group()

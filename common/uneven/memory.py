@@ -24,9 +24,9 @@ def fitting_micro_batches(
 
     `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and buffers are put back. On
     a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and without one everything
-    fits.
-    The trials run in the context `pace`, in which a rank may be much slower than another. Every rank must call this,
-    before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
+    fits. The trials run in the context `pace`, in which a rank may be much slower than another.
+
+    Every rank must call this, before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
     the model's statistics are over the global batch, which do without micro-batches.
     """
     if needs_whole_parts(net):

@@ -1,0 +1,75 @@
+"""Figures for a prediction: typed by hand, or those of a run and of the doctor."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.errors import UserError
+from common.predict.step import Link
+
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+FIRST_STEP = 20  # of a run that counts
+
+
+def size(text: str) -> float:
+    """Bytes: 440MB."""
+    found = re.fullmatch(r"([\d.]+)([KMGT]?)B", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give bytes, such as 440MB")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def link(text: str) -> Link:
+    """A rate each way, and the latency one way: 1Gbit,0.2ms."""
+    found = re.fullmatch(r"([\d.]+)([KMGT]?)(bit|B),([\d.]+)(us|ms|s)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give the rate each way and the latency one way, such as 1Gbit,0.2ms or 12GB,5us"
+        )
+    return Link(
+        float(found[1]) * UNITS[found[2]] / (8 if found[3] == "bit" else 1), float(found[4]) * SECONDS[found[5]]
+    )
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    """What a run tells: the processes of each node, each rank's speed, the bytes of its gradients, its global batch.
+
+    Speeds count the optimizer's step as a part of the samples' time. Raises UserError for a run that cannot tell.
+    """
+    try:
+        start = json.loads((folder / "run.json").read_text())["starts"][-1]
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        gradients = (folder / "checkpoints" / "latest" / "model.safetensors").stat().st_size
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--run {folder}: {error}: name the --out-dir of a run that has ended") from None
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "ranks" and row["step"] >= FIRST_STEP]
+    if not rows or not all(all(row["shares"]) for row in rows):
+        raise UserError(
+            f"--run {folder} has not trained for {FIRST_STEP} steps, or has ranks without samples: name another run"
+        )
+    by_rank = zip(
+        *([share / ms * 1e3 for share, ms in zip(row["shares"], row["compute_ms"], strict=True)] for row in rows),
+        strict=True,
+    )
+    gpus = start["flags"].get("gpus") or [start["layout"]["world_size"]]
+    return {
+        "gpus": tuple(gpus),
+        "speed": tuple(median(speeds) for speeds in by_rank),
+        "gradients": float(gradients),
+        "global_batch": sum(rows[-1]["shares"]),
+    }
+
+
+def of_doctor(file: Path) -> Link:
+    """The slowest link between two nodes that the doctor has measured. Raises UserError."""
+    try:
+        links = [one for one in json.loads(file.read_text())["links"] if one.get("mbit_per_second")]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--doctor {file}: {error}: give what `python -m common.doctor --json` has printed") from None
+    if not links:
+        raise UserError(f"--doctor {file} has no link between two nodes: let it examine both, or give --link")
+    return Link(min(one["mbit_per_second"] for one in links) * 1e6 / 8, max(one["latency_ms"] for one in links) / 1e3)
