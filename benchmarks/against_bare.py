@@ -29,14 +29,21 @@ FIRST_STEP = 50
 STEPS = {256: 400, 1024: 200}
 
 
-def start(script: Path, ranks: int, *flags: object) -> list[subprocess.Popen]:
-    """The processes that torchrun would start, rank r on core r."""
+def start(script: Path, ranks: int, *flags: object, core: int = 0) -> list[subprocess.Popen]:
+    """The processes that torchrun would start, the first on this core and each on one of its own."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for rank in range(ranks):
         of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
         of_rank |= {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": "1"}
-        command = ["taskset", "-c", str(rank % (os.cpu_count() or 1)), sys.executable, script, *map(str, flags)]
+        command = [
+            "taskset",
+            "-c",
+            str((core + rank) % (os.cpu_count() or 1)),
+            sys.executable,
+            script,
+            *map(str, flags),
+        ]
         processes.append(
             subprocess.Popen(command, env=environ | of_rank, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -73,12 +80,9 @@ def ours(ranks: int, batch: int, flags: list[object]) -> float:
 
 def apart(ranks: int, batch: int, flags: list[object]) -> float:
     """Steps per second of processes that each compute their part of the batch alone."""
-    jobs = []
-    for rank in range(ranks):
-        (process,) = start(BARE, 1, "--global-batch", batch // ranks, "--max-steps", STEPS[batch], *flags)
-        os.sched_setaffinity(process.pid, {rank % (os.cpu_count() or 1)})
-        jobs.append(process)
-    return min(of_bare(output([job])) for job in jobs)
+    size = ("--global-batch", batch // ranks, "--max-steps", STEPS[batch])
+    jobs = [start(BARE, 1, *size, *flags, core=rank) for rank in range(ranks)]
+    return min(of_bare(output(job)) for job in jobs)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ BERT = [
 TRAINERS = {"MNIST": MNIST, "BERT": BERT}
 SPEEDS = {
     "two": (1.0, 0.25),
-    "four": (0.45, 0.45, 0.45, 0.18),
+    "four": (0.5, 0.5, 0.5, 0.2),  # a fraction below 0.2 is less than the kernel's shortest quota
     "equal": (0.95, 0.95),
 }
 
