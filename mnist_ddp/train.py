@@ -29,7 +29,7 @@ from common.uneven.memory import fitting_micro_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
-from common.uneven.seeding import derive_seed
+from common.uneven.seeding import derive_seed, seed_noise
 from common.uneven.sums import Sums
 from common.uneven.timer import StepTimer
 from mnist_ddp import data
@@ -113,7 +113,7 @@ def train(worker: Worker, args: Namespace) -> None:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
-                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)

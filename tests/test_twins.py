@@ -30,7 +30,7 @@ def train(worker: Worker, args: Namespace) -> None:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
-                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)
                 for micro, is_last in micro_batches(part, mine, micro_batch):  # at least one, perhaps empty

@@ -37,7 +37,7 @@ from common.uneven.loading import part_loader
 from common.uneven.memory import fitting_micro_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
-from common.uneven.seeding import derive_seed
+from common.uneven.seeding import derive_seed, seed_noise
 from common.uneven.sums import Sums
 from common.uneven.timer import StepTimer
 from common.uneven.token_balance import PASS_TOKENS, SortedShard, TokenBalancedSampler
@@ -138,7 +138,7 @@ def train(worker: Worker, args: Namespace) -> None:
             sampler.set_epoch(epoch, skip_steps=first_step)
             counts = plan.sums_in_steps(rows.counts, sampler.order())  # labelled words or rows, over all ranks
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
-                torch.manual_seed(derive_seed(args.seed, "dropout", step, worker.rank))
+                seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
                 count = counts[step % plan.steps_per_epoch]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
