@@ -41,7 +41,7 @@ def main() -> None:
         color="lightgray",
     )
     speeds.axhline(1.0, color="black", linewidth=0.8)
-    speeds.set_xticks(places, [f"{row['trainer']}\n{row['speeds']}" for row in rows], fontsize=8)
+    speeds.set_xticks(places, [f"{row['trainer']}\n" + row["speeds"].replace(" ", "\n") for row in rows], fontsize=8)
     speeds.set_ylabel("steps per second, times equal shares")
     speeds.set_title("Ranks of different speed (cores)")
     speeds.legend()

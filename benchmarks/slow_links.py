@@ -138,7 +138,8 @@ def show_speed(flags: list[str], repeat: int, ways: list[str], steps: int, **lin
 def show_loss(flags: list[str]) -> None:
     print("\n| exchange | held-out loss | against the exact |\n| --- | --- | --- |")
     exact = 0.0
-    others = {"every 50, averaged": ["--sync-every", "50", "--outer-lr", "1", "--outer-momentum", "0"]}
+    nesterov = ["--outer-lr", "0.7", "--outer-momentum", "0.9"]
+    others = {f"{way}, Nesterov": [*WAYS[way], *nesterov] for way in ("every 50", "every 100")}
     with hosts() as interface:
         for way, more in {**WAYS, **others}.items():
             with tempfile.TemporaryDirectory() as folder:
