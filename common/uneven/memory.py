@@ -14,7 +14,7 @@ RESERVED_COPIES = 4  # of the weights, that training needs besides: two moments 
 CLOSER = 3  # trials between the largest size that fits and the smallest that does not
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate", "could not create a memory", "bad_alloc")
 NO_CONTEXT = nullcontext()
-USED = 3 / 4  # of the largest size that fits, because memory becomes fragmented in a long run
+USED = 1 / 2  # of the largest size that fits: evaluations and other sizes leave memory in pieces
 
 
 def fitting_micro_batches(
