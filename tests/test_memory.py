@@ -28,8 +28,7 @@ def test_a_rank_with_little_memory_gets_smaller_micro_batches_and_the_curve_is_t
     one = altered(tmp_path / "large_ddp", LARGE)
     play(one, (1,), tmp_path / "one", *FLAGS)
     small = limited(tmp_path / "limited_ddp", 500)
-    flags = (*FLAGS, "--micro-batch", "auto", "--eval-batch", 20)  # an evaluation has a size of its own
-    said = play(small, (1, 1), tmp_path / "two", *flags)[0].output
+    said = play(small, (1, 1), tmp_path / "two", *FLAGS, "--micro-batch", "auto")[0].output
     first, second = map(int, re.search(r"micro-batches of at most (\d+), (\d+)", said).groups())
     assert first == 400 and 8 <= second < 400
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-12)

@@ -12,8 +12,6 @@ def train(worker: Worker, args: Namespace) -> None:
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
-        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
-        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
         torch.manual_seed(derive_seed(args.seed, "weights"))
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
@@ -22,6 +20,7 @@ def train(worker: Worker, args: Namespace) -> None:
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
         sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
+        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)

@@ -100,6 +100,7 @@ def train(worker: Worker, args: Namespace) -> None:
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
         sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
+        eval_batch = cli.eval_batch(args, sizes)
         cut = choose_passes(net, rows, device, micro_batch, args.compile)
         # A row whose label does not count: it stands for no rows.
         stand_in = move(next(cut(rows.get_batch([])))[0], device)
@@ -116,7 +117,7 @@ def train(worker: Worker, args: Namespace) -> None:
         if args.eval_only:
             for role, held_out in found.held_out.items():
                 report.line(f"the {role} set:")
-                report.evaluation(step, **evaluate(net, held_out, args.eval_batch, group, precision, in_turn).numbers)
+                report.evaluation(step, **evaluate(net, held_out, eval_batch, group, precision, in_turn).numbers)
             return
         measure = scores.MEASURE[args.task]
         best_score = best.score_so_far(group, folder, measure, step)
@@ -165,9 +166,7 @@ def train(worker: Worker, args: Namespace) -> None:
                         precision.require_finite(done.step, done.loss, done.grad_norm)
                 if evaluates:
                     with report.pause():
-                        numbers = evaluate(
-                            net, found.held_out["dev"], args.eval_batch, group, precision, in_turn
-                        ).numbers
+                        numbers = evaluate(net, found.held_out["dev"], eval_batch, group, precision, in_turn).numbers
                     report.evaluation(step, **numbers)
                     if numbers[measure] > best_score:  # before the checkpoint: a run killed in between evaluates again
                         best_score = numbers[measure]
@@ -181,7 +180,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with report.pause():
             best_step = best.load(group, folder, net) or step
             final = {
-                role: evaluate(net, held_out, args.eval_batch, group, precision, in_turn)
+                role: evaluate(net, held_out, eval_batch, group, precision, in_turn)
                 for role, held_out in found.held_out.items()
             }
             if worker.is_main:

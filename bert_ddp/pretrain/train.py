@@ -61,9 +61,6 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         train_loader = part_loader(train_set, sampler, args.seed, **loading)
-        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
-        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, args.eval_batch, in_turn)
-        test_loader = part_loader(test_set, shard, **loading)
 
         # Model. The seed gives every layout the same initial weights.
         torch.manual_seed(derive_seed(args.seed, "weights"))
@@ -99,6 +96,9 @@ def train(worker: Worker, args: Namespace) -> None:
         most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
         sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
         micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
+        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
+        shard = EvaluationSampler(len(test_set), worker.rank, worker.world_size, cli.eval_batch(args, sizes), in_turn)
+        test_loader = part_loader(test_set, shard, **loading)
         empty = move(train_set.get_batch([]), device, precision.dtype)
 
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:

@@ -11,6 +11,7 @@ So a new flag is compared everywhere until its author says that it need not be.
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,14 @@ def micro_batches(args: argparse.Namespace, world_size: int) -> list[int | None]
     if args.micro_batch == "auto":
         return []
     return list(args.micro_batch) if isinstance(args.micro_batch, tuple) else [args.micro_batch] * world_size
+
+
+def eval_batch(args: argparse.Namespace, fitting: Sequence[int | None]) -> int:
+    """The samples that a rank evaluates at once, the same on every rank. With `--micro-batch auto` no more than fit on
+    each; `fitting` are then the micro-batches that were found."""
+    return (
+        min([args.eval_batch, *(size for size in fitting if size)]) if args.micro_batch == "auto" else args.eval_batch
+    )
 
 
 def micro_batch(args: argparse.Namespace, rank: int) -> int | None:

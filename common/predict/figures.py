@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,7 +56,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         *([share / ms * 1e3 for share, ms in zip(row["shares"], row["compute_ms"], strict=True)] for row in rows),
         strict=True,
     )
-    gpus = start["flags"].get("gpus") or [start["layout"]["world_size"]]
+    gpus = start["flags"].get("gpus") or [len(list(some)) for _, some in groupby(one["host"] for one in start["ranks"])]
     return {
         "gpus": tuple(gpus),
         "speed": tuple(median(speeds) for speeds in by_rank),
