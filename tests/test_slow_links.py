@@ -55,6 +55,23 @@ def test_bf16_stays_near_the_exact_curve_and_all_ranks_have_the_same_weights(che
     assert found == pytest.approx(exact, rel=0.02)
 
 
+ROUNDED = """
+torch.manual_seed(worker.rank)
+mine = torch.randn(100_000)
+exact, rounded = mine.double(), mine.to(torch.bfloat16)
+dist.all_reduce(exact)
+dist.all_reduce(rounded)
+if worker.is_main:
+    Path(args.out_dir, "error").write_text(str(((rounded.double() - exact).norm() / exact.norm()).item()))
+"""
+
+
+@pytest.mark.parametrize("ranks, error", [(2, 0.0023), (8, 0.0035)])
+def test_the_error_of_a_sum_in_bf16_is_that_of_the_docs(ranks, error, tmp_path):
+    play(write_trainer(tmp_path, ROUNDED), (ranks,), tmp_path)
+    assert float((tmp_path / "error").read_text()) == pytest.approx(error, rel=0.2)
+
+
 def test_powersgd_trains_with_the_same_weights_on_all_ranks_and_its_first_ten_steps_are_exact(checked, exact, tmp_path):
     play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--compress", "powersgd:8", "--micro-batch", 7)
     found = losses(tmp_path)
