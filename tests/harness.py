@@ -200,8 +200,7 @@ def play(
     """
     folder.mkdir(parents=True, exist_ok=True)
     results = playing(trainer, nodes_of(gpus, folder, *flags), folder).results(timeout)
-    for result in results:
-        assert result.code == 0, result.output
+    assert not any(result.code for result in results), "\n\n".join(result.output for result in results if result.code)
     return results
 
 

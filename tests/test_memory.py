@@ -19,6 +19,12 @@ LIMIT = """        if worker.rank == 1:
 """
 
 
+@pytest.fixture(autouse=True)
+def one_malloc_arena(monkeypatch):
+    """RLIMIT_AS counts addresses, and glibc takes 64 MiB of them for each thread that allocates: how many, differs."""
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+
+
 def limited(folder, megabytes):
     """The MNIST trainer with a large network, whose rank 1 may take so many megabytes more."""
     return altered(folder, {**LARGE, START: LIMIT.format(megabytes=megabytes) + START})
