@@ -97,8 +97,3 @@ def test_shares_that_change_for_ever_do_not_fill_the_memory():
         plan.change_shares((1, step + 1), from_step=step)
     assert len(plan.changes) <= 100
     assert plan.shares == (0, 10) and sum(plan.shares_at(990)) == 10
-
-
-def test_sums_in_steps_are_those_of_the_samples_of_each_step():
-    plan = plan_batches(samples=5, global_batch=2, world_size=3)
-    assert plan.sums_in_steps([10, 20, 30, 40, 50], [4, 0, 3, 1, 2]) == [60, 60, 30]

@@ -171,6 +171,16 @@ def test_a_metrics_file_alone_is_enough(right, tmp_path):
     assert "8 steps, no run.json" in said(result)
 
 
+def test_rows_without_a_gradient_norm_are_compared_without_it(tmp_path):
+    files = [
+        write(tmp_path / f"{name}.jsonl", {"step": 1, "loss": 2.0}, {"step": 2, "loss": loss})
+        for name, loss in (("a", 1.0), ("b", 1.5))
+    ]
+    result = compare(*files)
+    assert result.code == 1
+    assert "about this gradient" in said(result) and "None" not in result.output
+
+
 def test_the_last_row_of_a_step_counts(tmp_path):
     first = write(tmp_path / "a.jsonl", {"step": 1, "loss": 2.0})
     second = write(tmp_path / "b.jsonl", {"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0})

@@ -16,7 +16,7 @@ from bert_ddp.text import corpus, pairs, sources, tokens, vocabulary
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import UserError
 from common.uneven.batching import plan_batches
-from common.uneven.sampling import Indices
+from common.uneven.sampling import Indices, UnevenDistributedSampler
 from tests.harness import BERT, losses, play, run
 
 SMALL = {
@@ -227,15 +227,14 @@ def test_eight_of_ten_chosen_tokens_are_masked_and_one_is_kept(folder):
 
 def test_the_count_of_every_step_is_known_without_looking_at_masks(folder):
     _, (train, _) = masked(folder)
-    plan = plan_batches(len(train), 50, 4)
-    import torch
-
-    order = torch.randperm(len(train))
+    sampler = UnevenDistributedSampler(plan_batches(len(train), 50, 4), 0, seed=5)
+    order = sampler.order()
     counted = [
         int((train.get_batch(order[start : start + 50].tolist()).labels >= 0).sum())
         for start in range(0, len(train), 50)
     ]
-    assert plan.sums_in_steps(train.counts, order) == counted
+    sums = sampler.sums_in_steps(train.counts)
+    assert [sums[step] for step in range(len(counted))] == counted
 
 
 def test_whole_words_are_masked_together(folder):

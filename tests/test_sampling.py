@@ -98,3 +98,15 @@ def test_an_epoch_that_begins_again_without_set_epoch_is_refused():
         list(sampler)
     sampler.set_epoch(0)  # on purpose
     assert len(list(sampler)) == 3
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_sums_in_steps_are_those_of_each_steps_samples_in_every_epoch(shuffle):
+    counts = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    sampler = UnevenDistributedSampler(plan_batches(10, 4, 1), 0, seed=0, shuffle=shuffle)
+    sums, seen = sampler.sums_in_steps(counts), []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen += [sum(counts[index] for index in batch) for batch in sampler]
+    assert [sums[step] for step in range(9)] == seen
+    assert sums[4] == seen[4]  # of an earlier epoch again

@@ -236,7 +236,7 @@ class Next(nn.Module):
         net="Next()",
         empty="model(torch.zeros(0, 3, dtype=torch.int64)).sum()",
         loss="cross_entropy(model(micro['tokens']).flatten(0, 1), micro['labels'].flatten(), reduction='sum')",
-        count="plan.sums_in_steps(data.lengths, sampler.order())[step % 3]",
+        count="sampler.sums_in_steps(data.lengths)[step]",
     )
 
 
@@ -358,7 +358,7 @@ torch.manual_seed(0)
 maker, critic = (nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width)).double() for width in (6, 1))
 optimizers = torch.optim.Adam(maker.parameters(), 3e-3), torch.optim.SGD(critic.parameters(), 0.05, momentum=0.9)
 empty = torch.zeros(0, 6, dtype=torch.float64)
-made, judged = (ddp.wrap(net, plan, timer, lambda model: model(empty).sum()) for net in (maker, critic))
+made, judged = (ddp.wrap(net, plan, timer, lambda model: model(empty).sum()) for net in {wrapped})
 step, losses = 0, []
 for epoch in range(3):
     sampler.set_epoch(epoch)
@@ -366,11 +366,12 @@ for epoch in range(3):
         loss_sum, count = torch.zeros((), dtype=torch.float64), plan.global_count(step)
         for (x, _), is_last in micro_batches(move(part, group.device, torch.float64), plan.part(step, worker.rank), 5):
             {before}
-            with ddp.reduce_gradients_if(is_last, judged, timer):
-                both = judged(torch.cat([x, maker(x).detach()]))
+            {critic_step}
+                both = {judge}(torch.cat([x, maker(x).detach()]))
                 loss = nn.functional.softplus(-both[: len(x)]).sum() + nn.functional.softplus(both[len(x) :]).sum()
                 (loss / count).backward()
             loss_sum += loss.detach()
+            {between}
             critic.requires_grad_({critic_learns})
             with ddp.reduce_gradients_if(is_last, made, timer):
                 fake = {fake}
@@ -381,13 +382,23 @@ for epoch in range(3):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        dist.all_reduce(loss_sum)
+        {reduce_loss}
         losses.append(float(loss_sum / count))
         step += 1
 if worker.is_main:
     Path(args.out_dir, "losses.json").write_text(json.dumps(losses))
 """
-ONE_LOOP = {"before": "pass", "critic_learns": "False", "fake": "made(x)", "critic": "critic"}
+ONE_LOOP = {
+    "wrapped": "(maker, critic)",
+    "critic_step": "with ddp.reduce_gradients_if(is_last, judged, timer):",
+    "judge": "judged",
+    "reduce_loss": "dist.all_reduce(loss_sum)",
+    "before": "pass",
+    "between": "pass",
+    "critic_learns": "False",
+    "fake": "made(x)",
+    "critic": "critic",
+}
 
 
 @pytest.fixture
@@ -411,7 +422,7 @@ def test_two_networks_in_one_loop_are_exact_though_ranks_have_different_numbers_
 @pytest.mark.parametrize("changed, said", [
     ({"before": "early = made(x)", "fake": "early"}, "the wrapped model runs outside of its own `with reduce_grad"),
     ({"critic": "judged"}, "the wrapped model runs outside of its own `with reduce_gradients_if"),
-    ({"critic_learns": "True"}, "has left gradients in 0.weight, 0.bias, 2.weight and 1 more of another one"),
+    ({"critic_learns": "True"}, "gradients in 0.weight, 0.bias, 2.weight and 1 more of another one (a Sequential)"),
 ])  # fmt: skip
 def test_gradients_that_no_rank_exchanges_are_refused(two_networks, changed, said):
     results, _ = two_networks((3, 1), **changed)
@@ -419,7 +430,33 @@ def test_gradients_that_no_rank_exchanges_are_refused(two_networks, changed, sai
     assert said in results[0].output
 
 
+def test_a_network_that_some_ranks_skip_is_refused_and_not_added_to_the_sums_of_another(two_networks):
+    """Both networks have gradients of the same size, so the backend would add them up."""
+    skip = "if is_last and step == 4 and worker.rank == 3: continue"
+    results, _ = two_networks((3, 1), between=skip, reduce_loss="pass")
+    assert all(result.code != 0 for result in results)
+    assert "exchange the gradients of network" in results[0].output
+
+
+def test_a_second_network_without_a_wrap_is_said(two_networks):
+    results, _ = two_networks(
+        (2, 1), wrapped="(maker, nn.Linear(6, 1).double())", critic_step="if True:", judge="critic"
+    )
+    assert all(result.code == 0 for result in results)
+    assert (
+        "an optimizer trains parameters of shape (16, 6), (16,), (1, 16) and 1 more that no wrap()" in results[0].output
+    )
+
+
 # --- refused by name ---------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_with_dropout_in_training_mode_is_said(outputs):
+    net = "nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 10))"
+    for before, said in (("", True), ("net.eval(); ", False)):
+        results, _ = outputs((1,), net=net, after=f"{before}torch.no_grad()(net)(micro[0]); net.train()")
+        assert results[0].code == 0, results[0].output
+        assert ("a forward without gradients while 1 (Dropout) is in training mode" in results[0].output) == said
 
 
 @pytest.mark.parametrize("loader", [

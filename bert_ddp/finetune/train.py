@@ -62,6 +62,7 @@ def train(worker: Worker, args: Namespace) -> None:
         rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
         sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, PASS_TOKENS[device.type])
+        counts = sampler.sums_in_steps(rows.counts)  # labelled words or rows of each step, over all ranks
         train_loader = part_loader(rows, sampler, args.seed)
         in_turn = group.numbers("evaluation") if args.balance == "auto" else None
 
@@ -137,10 +138,9 @@ def train(worker: Worker, args: Namespace) -> None:
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            counts = plan.sums_in_steps(rows.counts, sampler.order())  # labelled words or rows, over all ranks
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
-                count = counts[step % plan.steps_per_epoch]
+                count = counts[step]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
                     micro = move(micro, device)

@@ -60,6 +60,7 @@ def train(worker: Worker, args: Namespace) -> None:
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
+        masked_tokens = sampler.sums_in_steps(train_set.counts)  # of each step, over all ranks
         train_loader = part_loader(train_set, sampler, args.seed, **loading)
 
         # Model. The seed gives every layout the same initial weights.
@@ -128,10 +129,9 @@ def train(worker: Worker, args: Namespace) -> None:
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
-            masked_tokens = plan.sums_in_steps(train_set.counts, sampler.order())  # of each step, over all ranks
             for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
                 seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
-                count = masked_tokens[step % plan.steps_per_epoch]
+                count = masked_tokens[step]
                 loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
                 mine = plan.part(step, worker.rank)  # the samples that the loader must have given
                 part = move(part, device, precision.dtype)

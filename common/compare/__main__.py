@@ -66,7 +66,9 @@ def report(args: Namespace) -> int:
 
 def _described(name: str, run: Run) -> str:
     start = run.start_at(max(run.train))
-    how = f", {start['layout']['source']}, {start['flags'].get('precision')}" if start else ", no run.json"
+    how = ", no run.json: give --tolerance 1e-9 if it is in fp64"
+    if start:
+        how = f", {start['layout']['source']}, {start['flags'].get('precision')}"
     resumed = "".join(f", resumed after step {step}" for step in run.resumes)
     return f"{name:<10}{run.path}: {count(len(run.train), 'step')}{how}{resumed}"
 

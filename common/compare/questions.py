@@ -70,8 +70,8 @@ def _from_the_start(a: Run, b: Run, found: Comparison) -> list[str]:
             "what is different before the first update? The count that the loss is divided by; BatchNorm, whose "
             "statistics are those of one rank's samples; augmentation or masks, if seeded by rank and not by sample; "
             "dropout, which draws other noise on another layout (compare with --dropout 0); rows whose result depends "
-            "on how much they are padded, such as positions after padding on the left; the initial weights; the data "
-            "and their order.",
+            "on how much they are padded, such as positions after padding on the left; a loss that compares the "
+            "samples of one micro-batch with one another; the initial weights; the data and their order.",
         )
     ]
 
@@ -99,8 +99,9 @@ def _from_the_first_update(a: Run, b: Run) -> list[str]:
     if "grad_norm" in a.train[1] and _near(a, b, 1, "grad_norm"):
         said = f"about the update: loss and gradient norm of step 1 agree ({_values(a, b, 1, 'grad_norm')})"
         return [_line("ask", f"{said}, so the optimizer, its settings or its state differ.")]
+    is_known = "grad_norm" in a.train[1] and "grad_norm" in b.train[1]
     return [
-        _line("gradient", f"of step 1: norm {_values(a, b, 1, 'grad_norm')}"),
+        *([_line("gradient", f"of step 1: norm {_values(a, b, 1, 'grad_norm')}")] if is_known else []),
         _line(
             "ask",
             "about this gradient, because its loss agrees. Are the ranks' means averaged equally, as plain DDP does, "

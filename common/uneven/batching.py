@@ -13,8 +13,6 @@ Nothing is padded and nothing repeated. Only the last step of an epoch may hold 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 KEPT_CHANGES = 100  # of the shares: no loader and no report goes back further
 
 
@@ -87,15 +85,6 @@ class BatchPlan:
             parts = split(self.global_count(step), parts)
         first = self.begin(step) + sum(parts[:rank])
         return range(first, first + parts[rank])
-
-    def sums_in_steps(self, counts: Sequence[int] | torch.Tensor, order: Sequence[int] | torch.Tensor) -> list[int]:
-        """The sum of `counts` over the samples of each step of an epoch, over all ranks.
-
-        `counts` has one number for each sample, such as its labelled tokens; `order` is the epoch's order. Every rank
-        computes the same sums, without a collective. They are the denominators of a loss that is a mean over tokens.
-        """
-        in_order = torch.as_tensor(counts)[torch.as_tensor(order)]
-        return [int(step.sum()) for step in in_order.split(self.global_batch)]
 
 
 def plan_batches(samples: int, global_batch: int, world_size: int, weights: Sequence[float] | None = None) -> BatchPlan:

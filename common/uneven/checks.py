@@ -4,16 +4,20 @@
 """
 
 import math
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from common.errors import UserError
 from common.uneven.fingerprint import fingerprint
 from common.uneven.global_batch import GlobalBatchNorm, needs_whole_parts
+from common.uneven.precision import IS_SUMMED
 
 SHOWN = 3  # names in a message
 NEAR = 1.3  # a first loss is within this factor of a guess's
@@ -143,7 +147,8 @@ class Guard:
         after = self.gradients()
         if changed := [name for name in after if before.get(name) != after[name]]:
             raise UserError(
-                f"the backward of one wrapped network has left gradients in {_shown(changed)} of another one, which "
+                f"the backward of one wrapped network has left gradients in {_shown(changed)} of another one (a "
+                f"{type(self.net).__name__}), which "
                 "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile, or, if one loss "
                 "trains both, make them one module and wrap that"
             )
@@ -157,6 +162,40 @@ class Guard:
                 "depend on the layout, and a checkpoint would have rank 0's: compute it from the global batch (see "
                 "common.uneven.global_batch), or name it in wrap(..., layout_dependent=[...]) if that does not matter"
             )
+
+
+class UnsummedGradients:
+    """Called before each step of any optimizer: says in the first one if its gradients are those of one rank."""
+
+    def __init__(self) -> None:
+        self.seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self.seen:
+            return
+        self.seen.add(optimizer)
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if unsummed := [str(tuple(one.shape)) for one in trained if not hasattr(one, IS_SUMMED)]:
+            warnings.warn(
+                f"an optimizer trains parameters of shape {_shown(unsummed)} that no wrap() has: their gradients are "
+                "not summed over the ranks, so each rank trains a copy of its own. Give their network a wrap() and "
+                "a reduce_gradients_if, unless that is what you want",
+                stacklevel=3,
+            )
+
+
+def say_noise(net: torch.nn.Module, *_: Any) -> None:
+    """A hook before forward: says if an evaluation runs in training mode, with dropout or BatchNorm."""
+    if torch.is_grad_enabled() or not net.training:
+        return
+    for name, layer in net.named_modules():
+        if layer.training and (isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)):
+            warnings.warn(
+                f"a forward without gradients while {name} ({type(layer).__name__}) is in training mode: if this is an "
+                "evaluation, call net.eval() before it and net.train() after it",
+                stacklevel=2,
+            )
+            return
 
 
 def first_loss_problem(loss: float, expected: float) -> str:

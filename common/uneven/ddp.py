@@ -21,11 +21,12 @@ import torch
 import torch._dynamo  # optimizers import it at first use; here it is imported before ranks are forked
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
 from common.uneven.batches import change, take_rows
 from common.uneven.batching import BatchPlan
-from common.uneven.checks import Guard, description, refuse_batch_norm, require_same
+from common.uneven.checks import Guard, UnsummedGradients, description, refuse_batch_norm, require_same, say_noise
 from common.uneven.compression import Summed, gradient_sum
 from common.uneven.global_batch import needs_whole_parts
 from common.uneven.node_steps import NodeSteps
@@ -45,9 +46,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     run in `reduce_gradients_if` of this model.
     """
 
-    def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], **options: Any):
+    def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], number: int, **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
-        self.guard = guard()
+        self.guard, self.number = guard(), number  # in the order of `wrap`
         for one in (one for one in net.parameters() if one.requires_grad):
             setattr(one, IS_SUMMED, True)
         self.in_micro_batch = False  # of `reduce_gradients_if`
@@ -60,6 +61,21 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 "under torch.no_grad()"
             )
         return super().forward(*inputs, **named)
+
+    def require_same_network(self) -> None:
+        """Raise UserError on every rank unless all of them exchange this network's gradients next."""
+        mine = torch.tensor([self.number], device=self.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.process_group))]
+        dist.all_gather(everyone, mine, self.process_group)
+        first, *others = torch.cat(everyone).tolist()
+        for rank, number in enumerate(others, start=1):
+            if number != first:
+                raise UserError(
+                    f"rank {rank} is about to exchange the gradients of network {number}, but rank 0 those of network "
+                    f"{first}, in the order of their wrap(): each must run in the same steps on all ranks. Where a "
+                    "rank's samples have nothing for a network, run it on a batch of no rows",
+                    same_on_every_rank=True,
+                )
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -125,6 +141,7 @@ def wrap(
     wrapped = UnevenDistributedDataParallel(
         EmptyPartsApart(net, compiled, stand_in) if compiled or stand_in else net,
         lambda: Guard(net, layout_dependent, whole_parts),
+        number=len(timer.models) + 1,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         process_group=apart.group if apart else None,
@@ -140,7 +157,10 @@ def wrap(
     timer.forget()
     if not timer.models:
         atexit.register(time.sleep, REST_SECONDS)
+        if dist.get_world_size() > 1:
+            register_optimizer_step_pre_hook(UnsummedGradients())
     timer.models.add(wrapped)
+    net.register_forward_pre_hook(say_noise)
     return wrapped
 
 
@@ -181,6 +201,8 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     model.guard.require_noted_gradients()
     alone = dist.get_world_size() == 1
     timer.unmark("ready")
+    if is_last and len(timer.models) > 1 and not alone:  # a rank that skips one would add to the sums of another
+        model.require_same_network()
     others = [other.guard for other in timer.models if other is not model]
     before = [guard.gradients() for guard in others]
     with model.micro_batch(), nullcontext() if is_last and not alone else model.no_sync():

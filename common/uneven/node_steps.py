@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from common.uneven.compression import Summed, sum_bucket
+from common.uneven.precision import IS_SUMMED
 from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.timer import StepTimer
 
@@ -62,6 +63,7 @@ class NodeSteps:
         )
         # The weights of the last outer step, in one vector, which the outer optimizer trains.
         self.anchor = torch.nn.Parameter(self._weights())
+        setattr(self.anchor, IS_SUMMED, True)
         self.outer = torch.optim.SGD([self.anchor], lr, momentum, nesterov=momentum > 0)
         self.step = 0
         self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one

@@ -4,7 +4,7 @@ Both are batch samplers, for `loading.part_loader`: one item of the loader is th
 optimizer step (training), or one batch of its shard (evaluation).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
 import torch
 from torch.utils.data import Sampler
@@ -51,14 +51,23 @@ class UnevenDistributedSampler(Sampler[list[int]]):
     def order(self) -> torch.Tensor:
         """This epoch's order of samples, the same on every rank: int64 (samples,)."""
         if self.drawn_epoch != self.epoch:
-            self.drawn, self.drawn_epoch = self._draw(), self.epoch
+            self.drawn, self.drawn_epoch = self.order_of(self.epoch), self.epoch
         return self.drawn
 
-    def _draw(self) -> torch.Tensor:
+    def order_of(self, epoch: int) -> torch.Tensor:
+        """The order of samples in epoch `epoch`: int64 (samples,)."""
         if not self.shuffle:
             return torch.arange(self.plan.samples)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.plan.samples, generator=generator)
+
+    def sums_in_steps(self, counts: Sequence[int] | torch.Tensor) -> "SumsInSteps":
+        """For each step of training, the sum of `counts` over its samples, on all ranks: `sums[step]`.
+
+        `counts` has one number for each sample, such as its tokens. Every rank computes the same sums, without a
+        collective. They are the denominators of a loss that is a mean over tokens.
+        """
+        return SumsInSteps(self, counts)
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self.is_new_epoch:
@@ -83,6 +92,23 @@ class UnevenDistributedSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch - self.skip_steps
+
+
+class SumsInSteps:
+    """What `sums_in_steps` returns. A step counts from the start of training, from 0, in an epoch's own order."""
+
+    def __init__(self, sampler: UnevenDistributedSampler, counts: Sequence[int] | torch.Tensor):
+        self.sampler, self.counts = sampler, torch.as_tensor(counts)
+        assert len(self.counts) == sampler.plan.samples, (len(self.counts), sampler.plan.samples)
+        self.epoch, self.sums = -1, torch.empty(0)
+
+    def __getitem__(self, step: int) -> int:
+        epoch, number = divmod(step, self.sampler.plan.steps_per_epoch)
+        if epoch != self.epoch:
+            in_order = self.counts[self.sampler.order_of(epoch)]
+            self.sums = torch.stack([one.sum() for one in in_order.split(self.sampler.plan.global_batch)])
+            self.epoch = epoch
+        return int(self.sums[number])
 
 
 class EvaluationSampler(Sampler[list[int]]):
