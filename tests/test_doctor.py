@@ -15,10 +15,12 @@ import torch.distributed as dist
 from common.doctor import diagnosis, mesh
 from common.doctor import node as node_facts
 from common.doctor import speed as speed_test
+from common.doctor.advice import advise
 from common.doctor.board import Board
 from common.doctor.examination import Examination, Options
 from common.doctor.finding import Finding, from_error
 from common.doctor.links import IDENTITY_BYTES, Connection, Server, reason
+from common.doctor.report import Report
 from common.errors import RunError, UserError
 from common.launch.addresses import free_port
 from common.launch.layout import Layout
@@ -319,6 +321,7 @@ def test_a_healthy_pair_gives_one_report_on_all_nodes(tmp_path):
     assert reports[0]["ranks"] == reports[1]["ranks"] and len(reports[0]["ranks"]) == 3
     assert [(link["from"], link["to"]) for link in reports[0]["links"]] == [(0, 2), (2, 0)]
     assert [row["bytes"] for row in reports[0]["all_reduce"]] == list(speed_test.SIZES)
+    assert reports[0]["advice"].startswith("for BERT-base, 8 rows of 128 tokens a rank and step: ")
 
 
 def test_a_wrong_layout_on_one_node_is_named_on_both(tmp_path):
@@ -387,3 +390,19 @@ def test_the_doctor_answers_help_and_wrong_flags_without_torch(flags, code):
     result = run("python", "-X", "importtime", "-m", "common.doctor", *flags.split(), cwd=ROOT)
     assert result.code == code, result.output
     assert not imported(result.output) & {"torch", "numpy", "psutil"}
+
+
+def advised(rank_tflops: tuple[float, ...], mbit: float) -> str:
+    """The doctor's advice for nodes of two ranks and one, whose link has this rate."""
+    layout = Layout("-n 2 -g 2,1 -i 0", world_size=3, first_rank=0, local_world_size=2, nodes=2, gpus_per_node=(2, 1))
+    report = Report(layout)
+    report.ranks = [{"rank": rank, "device": "cpu", "fp32_tflops": tflops} for rank, tflops in enumerate(rank_tflops)]
+    report.links = [{"from": 0, "to": 2, "mbit_per_second": mbit, "latency_ms": 0.1}]
+    report.all_reduce = [{"bytes": size, "ms": size * 12e-3 / mbit} for size in (4, 2**20, 2**26)]
+    return advise(report)
+
+
+def test_the_advice_follows_the_ranks_and_the_link():
+    assert "nothing to change" in advised((0.1, 0.1, 0.1), mbit=10_000)
+    assert "--balance auto (the result stays the same)" in advised((0.1, 0.1, 0.03), mbit=10_000)
+    assert "--sync-every 50 (changes the result" in advised((10.0, 10.0, 10.0), mbit=10)

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from common.predict.__main__ import advice
-from common.predict.step import Cluster, Link, Way, all_reduce, predict, ways
+from common.predict.step import Cluster, Link, Way, advice, all_reduce, predict, ways
 from tests.harness import MNIST, play, run
 
 FAST, SLOW = Link(1e12, 0.0), Link(12.5e6, 1e-4)  # 100 Mbit/s
@@ -53,6 +52,25 @@ def test_rare_exchanges_divide_the_time_between_nodes_and_leave_that_within_a_no
     assert step.seconds == pytest.approx(inside + (outer + inside / 2) / 50, rel=0.01)
 
 
+def test_of_micro_batches_only_the_last_one_hides_an_exchange():
+    found = cluster((1, 1), (100.0, 100.0), Link(50 * 2**20, 0.0))
+    one, four = (predict(found, 200, 100 * 2**20, Way(), count) for count in (1, 4))
+    # Of a second of computing, the piece that ends at 26 % of the gradients is ready at this time; 99 MB are left.
+    assert one.exchange == pytest.approx(1 - 2 / 3 * 0.74 + 1.98 - 1)
+    assert four.exchange == pytest.approx(1 - 2 / 3 / 4 * 0.74 + 1.98 - 1)
+
+
+def test_what_the_doctor_has_measured_counts_instead_of_a_ring():
+    found = Cluster((1, 1), (100.0, 100.0), (0.0, 0.0), FAST, FAST, ((1e6, 0.5), (2e6, 0.6), (4e6, 0.8)))
+    assert [found.all_reduce(size) for size in (1e3, 1e6, 1.5e6, 3e6, 8e6)] == pytest.approx([0.5, 0.5, 0.55, 0.7, 1.2])
+
+
+def test_the_examples_are_printed_with_the_published_figures():
+    result = run(*PREDICT, "--examples")
+    assert result.code == 0
+    assert "8     2.69 s, 1.72" in result.output and "1000 " in result.output
+
+
 def test_a_thousand_ranks_are_predicted():
     assert steps_of(cluster((8,) * 125, (100.0,) * 1000, SLOW))[Way()].seconds > 0
 
@@ -81,6 +99,7 @@ def test_figures_typed_by_hand_give_a_table_and_an_advice():
     ((*TYPED, "--link", "10Gbit"), "'10Gbit' is not allowed: give the rate each way and the latency one way"),
     ((*TYPED, "--link", "1Gbit,1ms", "--speed", "1,2"), "--speed has 2 numbers, but -g has 10 ranks"),
     ((*TYPED, "--link", "1Gbit,1ms", "--gradients", "440"), "'440' is not allowed: give bytes, such as 440MB"),
+    ((*TYPED, "--link", "1Gbit,1ms", "--fixed-ms", "1,2"), "--fixed-ms has 2 numbers, but -g has 10 ranks"),
     (("-g", "2"), "--speed is missing: give it, or a run that has it with --run"),
     (("--run", "nowhere"), "name the --out-dir of a run that has ended"),
     ((*TYPED, "--doctor", "nowhere"), "give what `python -m common.doctor --json` has printed"),
@@ -93,7 +112,9 @@ def test_what_is_missing_or_wrong_is_said(flags, said):
 def test_a_run_and_the_doctor_give_the_figures(tmp_path):
     play(MNIST, (2, 1), tmp_path / "run", "--dataset", "digits", "--max-steps", 30, "--global-batch", 64)
     links = [{"mbit_per_second": 94.0, "latency_ms": 0.3}, {"mbit_per_second": None, "latency_ms": 9.0}]
-    (tmp_path / "doctor.json").write_text(json.dumps({"links": links}))
+    all_reduce = [{"bytes": 4, "ms": 1.0}, {"bytes": 1048576, "ms": 100.0}, {"bytes": 4194304, "ms": None}]
+    report = {"layout": {"gpus_per_node": [2, 1]}, "links": links, "all_reduce": all_reduce}
+    (tmp_path / "doctor.json").write_text(json.dumps(report))
     result = run(*PREDICT, "--run", tmp_path / "run", "--doctor", tmp_path / "doctor.json")
     assert result.code == 0, result.output
     assert "--sync-every 50" in result.output

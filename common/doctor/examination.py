@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from common.console import say
 from common.doctor import alone, diagnosis, links, mesh, speed, table
+from common.doctor.advice import advise
 from common.doctor.alone import Alone
 from common.doctor.board import LEAVE_SECONDS, Board
 from common.doctor.finding import Finding, from_error
@@ -167,6 +168,7 @@ class Examination:
             self.report.findings += self.board.findings(self.places)
         if not self.speaks:
             return
+        self.report.advice = advise(self.report)
         if self.options.json:
             self.output.write(json.dumps(self.report.as_dict()) + "\n")
             self.output.flush()

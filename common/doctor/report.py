@@ -16,6 +16,7 @@ class Report:
         self.links: list[dict] = []  # see mesh.py
         self.ranks: list[dict] = []  # see speed.py
         self.all_reduce: list[dict] = []  # see speed.py
+        self.advice = ""  # see advice.py
         self.findings: list[Finding] = []
 
     def count_errors(self) -> int:
@@ -35,6 +36,7 @@ class Report:
             "links": self.links,
             "ranks": self.ranks,
             "all_reduce": self.all_reduce,
+            "advice": self.advice,
             "findings": [finding.as_dict() for finding in sorted(self.findings, key=lambda one: one.level)],
             "ok": not self.count_errors(),
         }

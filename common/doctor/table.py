@@ -9,7 +9,12 @@ def render(report: dict, whole: bool) -> str:
         parts += [_links(report), _ranks(report), _all_reduce(report)]
     else:
         parts.append("the tables are on node 0")
-    return "\n\n".join(part for part in [*parts, _findings(report)] if part)
+    parts.append(_findings(report))
+    if whole and report["advice"]:
+        parts.append(
+            f"advice   {report['advice']}\n         for your own model: python -m common.predict --doctor FILE"
+        )
+    return "\n\n".join(filter(None, parts))
 
 
 def _head(report: dict) -> str:

@@ -4,6 +4,7 @@
     python -m common.predict -g 8,2 --speed 8x210,2x120 --gradients 440MB --global-batch 1024 --link 10Gbit,0.1ms
     python -m common.predict --run runs/bert-0001 --link 100Mbit,20ms          # speeds and sizes of a run
     python -m common.predict --run runs/bert-0001 --doctor doctor.json         # the link that the doctor has measured
+    python -m common.predict --examples                                        # tables for clusters of other people
 
 --speed is in samples a second of forward and backward, for each rank: time a few steps on one GPU of each kind. The
 model is in common/predict/step.py. It knows no loading, and no time that the exchange takes from the computing.
@@ -20,10 +21,8 @@ if not __package__:  # started by its path
 from common.console import say
 from common.errors import ExplainedError, UserError
 from common.launch import cli, values
-from common.predict import figures
-from common.predict.step import Cluster, Step, Way, predict, ways
-
-WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
+from common.predict import examples, figures
+from common.predict.step import Cluster, Way, advice, predict, ways
 
 
 def flags() -> ArgumentParser:
@@ -31,10 +30,13 @@ def flags() -> ArgumentParser:
     parser.add_argument("-g", "--gpus", type=values.gpus_per_node, metavar="A,B,...", help="ranks of each node: 8,2")
     parser.add_argument("--speed", type=values.shares, metavar="A,B,...", help="samples a second by rank: 8x210,2x120")
     parser.add_argument(
-        "--update-ms", type=values.non_negative_float, default=0.0, metavar="MS", help="of the optimizer"
+        "--fixed-ms", type=values.shares, metavar="A,B,...", help="of a step besides, by rank: loading, the optimizer"
     )
     parser.add_argument("--gradients", type=figures.size, metavar="SIZE", help="4 bytes for each weight: 440MB")
     parser.add_argument("--global-batch", type=values.positive_int, metavar="B", help="samples of a step")
+    parser.add_argument(
+        "--micro-batches", type=values.positive_int, default=1, metavar="N", help="of a rank in a step: the last counts"
+    )
     parser.add_argument("--link", type=figures.link, metavar="RATE,LATENCY", help="between nodes: 1Gbit,0.2ms")
     parser.add_argument(
         "--inside", type=figures.link, metavar="RATE,LATENCY", default="80Gbit,0.02ms", help="within a node"
@@ -42,12 +44,16 @@ def flags() -> ArgumentParser:
     parser.add_argument("--sync-every", type=values.positive_int, default=50, metavar="H", help="for that flag's rows")
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run that has layout, speeds, gradients and batch")
     parser.add_argument("--doctor", type=Path, metavar="FILE", help="what the doctor's --json has printed, for --link")
+    parser.add_argument("--examples", action="store_true", help="print tables for 8+2, 4 to 32, and 1,000 GPUs")
     return parser
 
 
 def main() -> int:
     parser = flags()
     args = parser.parse_args()
+    if args.examples:
+        say(examples.tables())
+        return 0
     try:
         complete(args)
         report(args)
@@ -58,18 +64,23 @@ def main() -> int:
 
 def complete(args: Namespace) -> None:
     """Take what was not typed from the run and the doctor. Raises UserError for what is missing or does not match."""
-    known = figures.of_run(args.run) if args.run else {}
-    known |= {"link": figures.of_doctor(args.doctor)} if args.doctor else {}
+    found = figures.of_doctor(args.doctor) if args.doctor else {}
+    measured = found.pop("measured", ())
+    known = found | (figures.of_run(args.run) if args.run else {})
     for name, value in known.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    # An exchange takes another time with another number of ranks, or another link.
+    args.measured = measured if (args.gpus, args.link) == (found.get("gpus"), found.get("link")) else ()
     for name in ("gpus", "speed", "gradients", "global_batch"):
         if getattr(args, name) is None:
             flag = "-g" if name == "gpus" else f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is missing: give it, or a run that has it with --run")
     ranks = sum(args.gpus)
-    if len(args.speed) == 1:
-        args.speed *= ranks
+    args.fixed_ms = args.fixed_ms or (0.0,) * ranks
+    args.speed, args.fixed_ms = (some * ranks if len(some) == 1 else some for some in (args.speed, args.fixed_ms))
+    if len(args.fixed_ms) != ranks:
+        raise UserError(f"--fixed-ms has {len(args.fixed_ms)} numbers, but -g has {ranks} ranks: give each a number")
     if len(args.speed) != ranks or min(args.speed) <= 0:
         raise UserError(f"--speed has {len(args.speed)} numbers, but -g has {ranks} ranks: give each a number above 0")
     if len(args.gpus) > 1 and args.link is None:
@@ -78,8 +89,10 @@ def complete(args: Namespace) -> None:
 
 def report(args: Namespace) -> None:
     link = args.link or args.inside
-    cluster = Cluster(args.gpus, args.speed, (args.update_ms / 1e3,) * sum(args.gpus), args.inside, link)
-    steps = {way: predict(cluster, args.global_batch, args.gradients, way) for way in ways(cluster, args.sync_every)}
+    fixed = tuple(ms / 1e3 for ms in args.fixed_ms)
+    cluster = Cluster(args.gpus, args.speed, fixed, args.inside, link, args.measured)
+    sizes = args.global_batch, args.gradients
+    steps = {way: predict(cluster, *sizes, way, args.micro_batches) for way in ways(cluster, args.sync_every)}
     equal = steps[Way()]
     lines = ["flags                                      step       computing  waiting    exchange   times as fast"]
     for way, step in steps.items():
@@ -87,22 +100,6 @@ def report(args: Namespace) -> None:
         lines.append(f"{way.flags:<43}{''.join(f'{cell:<11}' for cell in cells)}{equal.seconds / step.seconds:.2f}")
     say("\n".join(lines))
     say(f"advice     {advice(steps)}")
-
-
-def advice(steps: dict[Way, Step]) -> str:
-    """One line of flags: the exact ones first, and others where they pay."""
-    best = Way()
-    for way, step in steps.items():
-        if step.seconds < steps[best].seconds * WORTH_A_FLAG:
-            best = way
-    if best == Way():
-        return "nothing to change: no flag would make a step 5 % faster"
-    exact = min(
-        (way for way in steps if way.compressed == 1 and not way.sync_every), key=lambda way: steps[way].seconds
-    )
-    if best == exact:
-        return f"{best.flags} (the result stays the same)"
-    return f"{best.flags} (changes the result: see docs/unequal-machines.md); the fastest exact way: {exact.flags}"
 
 
 def _ms(seconds: float) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -37,9 +38,9 @@ def link(text: str) -> Link:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """What a run tells: the processes of each node, each rank's speed, the bytes of its gradients, its global batch.
+    """What a run tells: processes of each node, each rank's speed and loading, the gradients' bytes, the batch.
 
-    Speeds count the optimizer's step as a part of the samples' time. Raises UserError for a run that cannot tell.
+    The optimizer's step counts as a part of the samples' time. Raises UserError for a run that cannot tell.
     """
     try:
         start = json.loads((folder / "run.json").read_text())["starts"][-1]
@@ -60,17 +61,33 @@ def of_run(folder: Path) -> dict[str, Any]:
     return {
         "gpus": tuple(gpus),
         "speed": tuple(median(speeds) for speeds in by_rank),
+        "fixed_ms": tuple(median(ms) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)),
         "gradients": float(gradients),
         "global_batch": sum(rows[-1]["shares"]),
     }
 
 
-def of_doctor(file: Path) -> Link:
-    """The slowest link between two nodes that the doctor has measured. Raises UserError."""
+def of_doctor(file: Path) -> dict[str, Any]:
+    """What the doctor has measured: the processes of each node, the slowest link between two nodes, and the all-reduces
+    of all ranks. Raises UserError."""
     try:
-        links = [one for one in json.loads(file.read_text())["links"] if one.get("mbit_per_second")]
+        report = json.loads(file.read_text())
+        gpus, links = report["layout"]["gpus_per_node"], report["links"]
+        all_reduces = all_reduces_of(report["all_reduce"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--doctor {file}: {error}: give what `python -m common.doctor --json` has printed") from None
-    if not links:
-        raise UserError(f"--doctor {file} has no link between two nodes: let it examine both, or give --link")
-    return Link(min(one["mbit_per_second"] for one in links) * 1e6 / 8, max(one["latency_ms"] for one in links) / 1e3)
+    return {"gpus": tuple(gpus) if gpus else None, "link": slowest_link(links), "measured": all_reduces}
+
+
+def slowest_link(links: Sequence[dict[str, Any]]) -> Link | None:
+    """Of the doctor's links between nodes, or None where there is none."""
+    measured = [one for one in links if one.get("mbit_per_second")]
+    if not measured:
+        return None
+    rate = min(one["mbit_per_second"] for one in measured) * 1e6 / 8
+    return Link(rate, max(one["latency_ms"] for one in measured) / 1e3)
+
+
+def all_reduces_of(rows: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds) of each of the doctor's all-reduces that took place."""
+    return tuple((float(row["bytes"]), row["ms"] / 1e3) for row in rows if row["ms"] is not None)

@@ -1,20 +1,25 @@
 """A model of one training step: what each rank computes, and how much of the exchange nothing else hides.
 
     rank r computes      share / speed seconds: a third of it forward, the rest backward
-    gradients            are exchanged in pieces during backward, as DDP does (1 MB first, then 25 MB each), one after
-                         another, each when the slowest rank has it
-    an exchange          of n bytes between W ranks in a ring takes 2 (W - 1) latencies, and every link carries
-                         2 (W - 1) / W x n bytes each way; the slowest link counts
+    gradients            are exchanged in pieces during the backward of the last micro-batch, as DDP does (1 MB first,
+                         then 25 MB each), one after another, each when the slowest rank has it
+    an exchange          of n bytes between W ranks takes what the doctor has measured on these ranks; or, in a ring,
+                         2 (W - 1) latencies, and every link carries 2 (W - 1) / W x n bytes each way; the slowest
+                         link counts
 
-A step ends when the slowest rank has computed and the last piece is exchanged; then the optimizer takes its step.
+A step ends when the slowest rank has computed and the last piece is exchanged. What does not depend on the share,
+such as loading and the optimizer, comes besides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 
 from common.uneven.balance import fastest
 from common.uneven.batching import split
 
+WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
 FORWARD = 1 / 3  # of forward and backward
 FIRST_PIECE, PIECE = 2**20, 25 * 2**20  # bytes, of DDP's buckets
 
@@ -33,14 +38,23 @@ class Cluster:
 
     nodes: tuple[int, ...]  # ranks of each node, such as (8, 2)
     speeds: tuple[float, ...]  # samples a second of forward and backward, by rank
-    updates: tuple[float, ...]  # seconds of an optimizer step, by rank
+    fixed: tuple[float, ...]  # seconds of a step whatever the share, by rank: loading, the optimizer
     inside: Link  # between the ranks of a node
     between: Link  # between nodes
+    measured: tuple[tuple[float, float], ...] = ()  # all-reduces of all ranks: (bytes, seconds), by bytes
 
     @property
     def ranks_of_nodes(self) -> list[range]:
         ends = [sum(self.nodes[: number + 1]) for number in range(len(self.nodes))]
         return [range(end - size, end) for end, size in zip(ends, self.nodes, strict=True)]
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds of an all-reduce of `size` bytes over all ranks."""
+        if not self.measured:
+            return all_reduce(size, len(self.speeds), self.between if len(self.nodes) > 1 else self.inside)
+        pairs = [*pairwise(self.measured)]
+        (small, quick), (large, slow) = next((pair for pair in pairs if size <= pair[1][0]), pairs[-1])
+        return max(self.measured[0][1], quick + (slow - quick) * (size - small) / (large - small))
 
 
 @dataclass(frozen=True)
@@ -66,11 +80,11 @@ class Step:
     shares: tuple[int, ...]  # samples, by rank
     computing: tuple[float, ...]  # by rank
     exchange: float  # after the slowest rank has computed
-    update: float
+    fixed: float  # of the slowest rank
 
     @property
     def seconds(self) -> float:
-        return max(self.computing) + self.exchange + self.update
+        return max(self.computing) + self.exchange + self.fixed
 
     @property
     def waiting(self) -> list[float]:
@@ -78,28 +92,29 @@ class Step:
         return [max(self.computing) - one for one in self.computing]
 
 
-def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way) -> Step:
-    """A step of `global_batch` samples, whose gradients have so many bytes."""
+def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, micro_batches: int = 1) -> Step:
+    """A step of `global_batch` samples, in so many micro-batches, whose gradients have so many bytes."""
     costs = [1 / speed for speed in cluster.speeds]
     weights: Sequence[float] = [1.0] * len(costs)
     if way.balanced:
-        weights = fastest(costs, cluster.updates, float(global_batch))
+        weights = fastest(costs, cluster.fixed, float(global_batch))
     shares = split(global_batch, weights)
     computing = tuple(share * cost for share, cost in zip(shares, costs, strict=True))
     sent = gradients * way.compressed
+    last = 1 / micro_batches
     if not way.sync_every:
-        link = cluster.between if len(cluster.nodes) > 1 else cluster.inside
-        exchange = _left_over(max(computing), sent, len(shares), link)
+        exchange = _left_over(max(computing), last, sent, cluster.all_reduce)
     else:
-        exchange = max(
-            max(computing[rank] for rank in ranks)
-            + _left_over(max(computing[rank] for rank in ranks), sent, len(ranks), cluster.inside)
-            for ranks in cluster.ranks_of_nodes
-        ) - max(computing)
+        ends = []
+        for ranks in cluster.ranks_of_nodes:
+            slowest = max(computing[rank] for rank in ranks)
+            of_node = partial(all_reduce, ranks=len(ranks), link=cluster.inside)
+            ends.append(slowest + _left_over(slowest, last, sent, of_node))
+        exchange = max(ends) - max(computing)
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2
         exchange += (outer + spread) / way.sync_every
-    return Step(shares, computing, exchange, max(cluster.updates))
+    return Step(shares, computing, exchange, max(cluster.fixed))
 
 
 def all_reduce(size: float, ranks: int, link: Link) -> float:
@@ -107,14 +122,15 @@ def all_reduce(size: float, ranks: int, link: Link) -> float:
     return 2 * (ranks - 1) * (link.latency + size / ranks / link.rate)
 
 
-def _left_over(computing: float, gradients: float, ranks: int, link: Link) -> float:
-    """Seconds until all pieces are exchanged, after the slowest rank has computed."""
+def _left_over(computing: float, last: float, gradients: float, seconds_of: Callable[[float], float]) -> float:
+    """Seconds until all pieces are exchanged, after the slowest rank has computed. `last` is the part of its computing
+    that the last micro-batch takes, `seconds_of(bytes)` the time of an exchange."""
     free, done = 0.0, 0.0
     while done < gradients:
         piece = min(FIRST_PIECE if not done else PIECE, gradients - done)
         done += piece
-        ready = computing * (FORWARD + (1 - FORWARD) * done / gradients)
-        free = max(free, ready) + all_reduce(piece, ranks, link)
+        ready = computing * (1 - last * (1 - FORWARD) * (1 - done / gradients))
+        free = max(free, ready) + seconds_of(piece)
     return max(0.0, free - computing)
 
 
@@ -128,3 +144,19 @@ def ways(cluster: Cluster, sync_every: int) -> list[Way]:
     if len(cluster.nodes) > 1:
         found += [replace(way, sync_every=sync_every) for way in found if way.compressed == 1]
     return found
+
+
+def advice(steps: dict[Way, Step]) -> str:
+    """One line of flags: the exact ones first, and others where they pay."""
+    best = Way()
+    for way, step in steps.items():
+        if step.seconds < steps[best].seconds * WORTH_A_FLAG:
+            best = way
+    if best == Way():
+        return "nothing to change: no flag would make a step 5 % faster"
+    exact = min(
+        (way for way in steps if way.compressed == 1 and not way.sync_every), key=lambda way: steps[way].seconds
+    )
+    if best == exact:
+        return f"{best.flags} (the result stays the same)"
+    return f"{best.flags} (changes the result: see docs/unequal-machines.md); the fastest exact way: {exact.flags}"
