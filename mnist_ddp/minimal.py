@@ -9,6 +9,7 @@ The losses are those of one process, augmentation included. Run it again and it 
 import argparse
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,11 +33,10 @@ parser.add_argument("--dtype", choices=("float32", "float64"), default="float32"
 args = parser.parse_args()
 local_rank, dtype = int(os.environ["LOCAL_RANK"]), getattr(torch, args.dtype)
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-if device.type == "cuda":
-    torch.cuda.set_device(device)  # where NCCL exchanges objects
-dist.init_process_group(device_id=device if device.type == "cuda" else None)
+if cuda := device if device.type == "cuda" else None:
+    torch.cuda.set_device(cuda)  # where NCCL exchanges objects
+dist.init_process_group(device_id=cuda, timeout=timedelta(minutes=10))  # no rank waits longer for another
 rank = dist.get_rank()
-
 if local_rank == 0:  # one process of each node downloads
     datasets.MNIST(args.data_dir, download=True)
 dist.barrier()

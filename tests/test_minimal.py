@@ -87,5 +87,5 @@ def test_it_is_short_and_needs_nothing_but_torch_and_common_uneven():
     lines = MINIMAL.read_text().splitlines()
     assert len(lines) <= 80
     imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported == {"argparse", "os", "sys", "pathlib", "torch", "torchvision", "common"}
+    assert imported == {"argparse", "datetime", "os", "sys", "pathlib", "torch", "torchvision", "common"}
     assert all(line.startswith("from common.uneven") for line in lines if line.startswith("from common"))

@@ -499,8 +499,11 @@ def test_plain_ddp_that_does_without_reduce_gradients_is_refused_after_its_first
     assert "the gradients of this step were not exchanged: put forward and backward" in results[0].output
 
 
-def test_gradients_that_are_clipped_between_micro_batches_are_refused(outputs, monkeypatch):
-    clips = "loss_sum += loss.detach()\n            nn.utils.clip_grad_norm_(net.parameters(), 0.1)"
+@pytest.mark.parametrize("spaces", [12, 16])  # after reduce_gradients_if, and within
+def test_gradients_that_are_clipped_between_micro_batches_are_refused(outputs, monkeypatch, spaces):
+    clips = (
+        f"{' ' * (spaces - 12)}nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n            loss_sum += loss.detach()"
+    )
     monkeypatch.setitem(globals(), "BODY", BODY.replace("loss_sum += loss.detach()", clips))
     results, _ = outputs((3, 1))
     assert all(result.code == 2 for result in results)

@@ -93,6 +93,6 @@ def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
         raise UserError(
             f"rank {rank} divides the loss of step {noted[index].step} by {counted[rank, index]:.10g}, but rank 0 by "
             f"{counted[0, index]:.10g}: divide by the count over all ranks, plan.global_count(step) or "
-            "sampler.sums_in_steps(counts)[step], and not by that of one rank",
+            "sampler.sums_in_steps(counts)[step], and not by that of one rank. Or do the ranks hold other data?",
             same_on_every_rank=True,
         )

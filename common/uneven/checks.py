@@ -6,6 +6,7 @@
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from common.uneven.fingerprint import fingerprint
 from common.uneven.global_batch import GlobalBatchNorm, needs_whole_parts
 from common.uneven.precision import IS_SUMMED
 
+HOOKED_STEPS = 3
 SHOWN = 3  # names in a message
 NEAR = 1.3  # a first loss is within this factor of a guess's
 
@@ -93,6 +95,11 @@ class Guard:
         }
         self.versions = dict(self._buffer_versions())
         self.noted: dict[str, tuple[int, int]] = {}  # gradients after the last micro-batch, within a step
+        # As backward has left them. The first steps suffice: who changes gradients there does so in every step.
+        self.left: dict[str, tuple[int, int]] = {}
+        trained = [(name, one) for name, one in net.named_parameters() if one.requires_grad]
+        self.hooks = [one.register_post_accumulate_grad_hook(partial(self._note_left, name)) for name, one in trained]
+        self.hooked_steps = HOOKED_STEPS
 
     def _buffer_versions(self) -> Iterator[tuple[str, tuple[int, int]]]:
         for name, buffer in self.net.named_buffers():
@@ -129,17 +136,27 @@ class Guard:
             name: (id(one.grad), one.grad._version) for name, one in self.net.named_parameters() if one.grad is not None
         }
 
+    def _note_left(self, name: str, one: torch.Tensor) -> None:
+        if one.grad is not None:
+            self.left[name] = id(one.grad), one.grad._version
+
     def note_gradients(self, is_last: bool) -> None:
-        """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that."""
+        """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that. Raises
+        UserError if they are not those that backward has left."""
         self.noted = {} if is_last else self.gradients()
+        if self.hooks and not is_last and any(self.noted.get(name) != left for name, left in self.left.items()):
+            raise _changed_gradients()
+        self.hooked_steps -= is_last
+        if self.hooked_steps <= 0:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = []
 
     def require_noted_gradients(self) -> None:
-        """Raise UserError if a gradient has changed since the last micro-batch of this step."""
+        """Raise UserError if a gradient has changed since the last micro-batch of this step. Call it before the next."""
+        self.left.clear()
         if self.noted and self.noted != self.gradients():
-            raise UserError(
-                "a gradient has changed between two micro-batches of a step, before it was summed over the ranks: clip "
-                "or scale gradients after the last micro-batch"
-            )
+            raise _changed_gradients()
 
     def require_untouched(self, before: dict[str, tuple[int, int]]) -> None:
         """Raise UserError if the gradients are not those that `gradients` found: another network's loss went through
@@ -164,6 +181,13 @@ class Guard:
             )
 
 
+def _changed_gradients() -> UserError:
+    return UserError(
+        "a gradient has changed between two micro-batches of a step, before it was summed over the ranks: clip or "
+        "scale gradients, step and zero_grad after the last one, in which each network must run"
+    )
+
+
 class UnsummedGradients:
     """Called before each step of any optimizer: says in the first one if its gradients are those of one rank."""
 
@@ -178,7 +202,8 @@ class UnsummedGradients:
         if unsummed := [str(tuple(one.shape)) for one in trained if not hasattr(one, IS_SUMMED)]:
             warnings.warn(
                 f"an optimizer trains parameters of shape {_shown(unsummed)} that no wrap() has: their gradients are "
-                "not summed over the ranks, so each rank trains a copy of its own. Give their network a wrap() and "
+                "not summed over the ranks, so each rank trains a copy of its own; or, with plain DDP, they are "
+                "averages over ranks, though these have different numbers of samples. Give their network a wrap() and "
                 "a reduce_gradients_if, unless that is what you want",
                 stacklevel=3,
             )

@@ -49,8 +49,8 @@ class Precision:
     ) -> torch.Tensor:
         """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
-        `model` must have all parameters that the optimizers train: they are clipped by their common norm. Raises
-        UserError where it has not, and where a gradient is not summed over the ranks.
+        `model` must have the parameters that the optimizers train, and no others: they are clipped by their common
+        norm. Raises UserError where it has not, and where a gradient is not summed over the ranks.
 
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
@@ -79,8 +79,10 @@ class Precision:
 
 def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     names = {id(one): name.removeprefix("module.") for name, one in model.named_parameters()}
+    with_gradient = {id(one) for one in model.parameters() if one.grad is not None}
     for optimizer in optimizers:
         for one in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            with_gradient.discard(id(one))
             if id(one) not in names:
                 raise UserError(
                     f"an optimizer trains a parameter {tuple(one.shape)} that the model given to precision.step lacks, "
@@ -92,3 +94,9 @@ def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch
                     f"the gradient of {names[id(one)]} is not summed over the ranks, so each rank would train its own "
                     "copy: its network needs a wrap(), and its forward and backward a reduce_gradients_if"
                 )
+    if left := [name for key, name in names.items() if key in with_gradient]:
+        raise UserError(
+            f"precision.step was given no optimizer that trains {left[0]}: give it all optimizers of this model, "
+            "precision.step(model, clip_norm, *optimizers), or a module that has no more than they train; freeze with "
+            "requires_grad_(False) what nothing trains"
+        )
