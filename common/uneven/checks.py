@@ -153,7 +153,7 @@ class Guard:
             self.hooks = []
 
     def require_noted_gradients(self) -> None:
-        """Raise UserError if a gradient has changed since the last micro-batch of this step. Call it before the next."""
+        """Raise UserError if a gradient has changed since the last micro-batch of this step. Call it before each."""
         self.left.clear()
         if self.noted and self.noted != self.gradients():
             raise _changed_gradients()
