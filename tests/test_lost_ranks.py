@@ -58,7 +58,8 @@ def errors(result: Result) -> dict[int, str]:
 def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, machine, tmp_path):
     results = playing_steps(tmp_path, gpus, dies(lost), machine=machine).results(timeout=30)
     said = {rank: text for result in results for rank, text in errors(result).items()}
-    line = rf"lost rank {lost}, node {node} \({HERE}\): its process has ended; see the log of that node"
+    killed = re.escape("was ended by SIGKILL (out of memory? see `dmesg`)")
+    line = rf"lost rank {lost}, node {node} \({HERE}\): {killed}; see the log of that node"
     assert set(said) == set(range(sum(gpus))) - {lost}
     assert all(re.fullmatch(line, text) for text in said.values()), said
     assert all(result.code for result in results)
@@ -114,7 +115,9 @@ def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(frozen
 def test_a_rank_that_fails_by_itself_is_named_by_the_others(tmp_path):
     fails = "                assert worker.rank != 1, 'what it is about'"
     first, second = playing_steps(tmp_path, (1, 1), fails).results(timeout=30)
-    assert errors(first)[0].startswith("lost rank 1, node 1")
+    assert re.fullmatch(
+        r"lost rank 1, node 1 \(.*\): failed: AssertionError: what it is about; see .*", errors(first)[0]
+    )
     assert "AssertionError: what it is about" in second.output
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import RunError, UserError
 from common.join import meeting_file
+from common.join.ended import CURRENT
 from common.join.leader import LINGER_SECONDS, Leader
 from common.join.store import SAY_EVERY_SECONDS
 from common.join.view import claimed_twice, place
@@ -93,8 +94,10 @@ class _Handshake:
         holder = verdict["views"][self.worker.rank]
         if holder["entry"] != self.entry:  # this process joined while the others were reading the verdict
             raise UserError(claimed_twice(holder, self.view))
-        own = dist.PrefixStore(f"run/{self.token}/{generation}", store)
-        return Verdict(own, verdict["views"], verdict["master"])
+        prefix = f"run/{self.token}/{generation}"
+        if self.leader:
+            store.set(CURRENT, prefix)
+        return Verdict(dist.PrefixStore(prefix, store), verdict["views"], verdict["master"])
 
     def _advance(self) -> dict | None:
         """Answer a new challenge; return the verdict once it is posted. On rank 0, let the leader advance too."""

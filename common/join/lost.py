@@ -1,10 +1,9 @@
 """Which rank was lost. When a rank dies, torch tells the others only that a connection has closed.
 
 That does not show which rank has died: a survivor that ends closes its connections too. So each survivor posts that it
-is there, looks up the processes of its own machine, and reads what survivors on other machines have found:
+is there, looks up the processes of its own machine, and reads what others have posted (ended.py):
 
 lost/survivor/RANK    what this rank's error says, as JSON
-    /ended            the ranks whose processes have ended, as JSON
     /left             counts the survivors that no longer need the store
 """
 
@@ -12,17 +11,22 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import psutil
 import torch.distributed as dist
 
 from common.errors import RunError, before_exit
+from common.join import ended
 from common.join.view import node_of, ranges
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 
+Found = TypeVar("Found")
+CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted without a cause
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
 ANSWER_SECONDS = 1.0  # for the store, after that
 LINGER_SECONDS = 4.0  # rank 0, whose process may serve the store, stays this long for the other survivors
@@ -64,14 +68,18 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store) -> Iterator[None]:
-    """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it.
+    """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it. Where
+    this rank fails by itself, post the cause for the others.
 
     This takes a few seconds at most. `views` are those of all ranks, by rank.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not _is_contact_lost(error):
+    except (Exception, KeyboardInterrupt) as error:
+        if not (isinstance(error, RuntimeError) and _is_contact_lost(error)):
+            if worker.world_size > 1 and not getattr(error, "same_on_every_rank", False):
+                cause = ended.cause_of(error)
+                _within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
         search = _Search(worker, views, store, str(error))
         explained = RunError(search.run())
@@ -99,47 +107,50 @@ class _Search:
 
     def __init__(self, worker: Worker, views: list[dict], store: dist.Store, reason: str):
         self.worker, self.views = worker, views
-        self.store = dist.PrefixStore("lost", store)
+        self.store = store
         peers = re.findall(r"\[([0-9a-fA-F.:]+)\]:\d+", reason)  # gloo names the other end of the connection
         self.known = {"peer": peers[-1] if peers else "", "late": any(sign in reason for sign in TIMEOUTS)}
         self.lost: list[int] = []
+        self.began = time.monotonic()
 
     def run(self) -> str:
         """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
         frozen rank 0 never answers."""
-        found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(self._search()), daemon=True)
-        thread.start()
-        thread.join(SEARCH_SECONDS + ANSWER_SECONDS)
-        return found[0] if found else self._without_store(is_gone=False)
+        return _within(SEARCH_SECONDS + ANSWER_SECONDS, self._search) or self._without_store(is_gone=False)
 
     def linger(self) -> None:
         """Rank 0 waits until the other survivors no longer need the store."""
-        self.store.add("left", 1)
+        self.store.add("lost/left", 1)
         if self.worker.is_main:
             survivors = self.worker.world_size - len(self.lost)
-            poll(lambda: self.store.add("left", 0) >= survivors, LINGER_SECONDS)
+            poll(lambda: self.store.add("lost/left", 0) >= survivors, LINGER_SECONDS)
 
     def _search(self) -> str:
         try:
-            self.store.set(f"survivor/{self.worker.rank}", json.dumps(self.known))
-            self.lost = poll(self._find_ended, SEARCH_SECONDS) or []
-            if self.lost:
-                have_ended = "its process has ended" if len(self.lost) == 1 else "their processes have ended"
-                return f"lost {self._places(self.lost)}: {have_ended}; {self._see_log()}"
+            self.store.set(f"lost/survivor/{self.worker.rank}", json.dumps(self.known))
+            if causes := poll(self._find_ended, SEARCH_SECONDS):
+                self.lost = sorted(causes)
+                return f"lost {self._places(self.lost)}: {_in_words(causes)}; {self._see_log()}"
             return self._describe_silent()
         except RuntimeError:
             return self._without_store(is_gone=True)
 
-    def _find_ended(self) -> list[int]:
-        """The ranks whose processes have ended, though they had not lost contact themselves."""
+    def _find_ended(self) -> dict[int, str]:
+        """The ranks that have ended, though they had not lost contact themselves, and why."""
         space = self.views[self.worker.rank]["pid_space"]
         here = [view["rank"] for view in self.views if view["pid_space"] == space]
         gone = [rank for rank in here if not self._runs_here(rank)]
-        if ended := [rank for rank in gone if not self.store.check([f"survivor/{rank}"])]:
-            self.store.set("ended", json.dumps(ended))
-            return ended
-        return json.loads(self.store.get("ended")) if self.store.check(["ended"]) else []
+        causes = ended.posted(self.store)
+        unexplained = [rank for rank in gone if not self._is_survivor(rank) and rank not in causes]
+        if unexplained:
+            if time.monotonic() - self.began < CAUSE_SECONDS:
+                return {}  # its supervisor may post the cause
+            for rank in unexplained:
+                ended.post(self.store, rank, "")
+        return {rank: cause for rank, cause in ended.posted(self.store).items() if not self._is_survivor(rank)}
+
+    def _is_survivor(self, rank: int) -> bool:
+        return self.store.check([f"lost/survivor/{rank}"])
 
     def _runs_here(self, rank: int) -> bool:
         """True if this process can see that the rank's process runs."""
@@ -149,7 +160,7 @@ class _Search:
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
         ranks = range(self.worker.world_size)
-        posted = {rank: f"survivor/{rank}" for rank in ranks if self.store.check([f"survivor/{rank}"])}
+        posted = {rank: f"lost/survivor/{rank}" for rank in ranks if self._is_survivor(rank)}
         known = [json.loads(self.store.get(key)) for key in posted.values()]
         peers, late = {one["peer"] for one in known}, any(one["late"] for one in known)
         silent = [rank for rank in ranks if rank not in posted]
@@ -188,6 +199,28 @@ class _Search:
     def _ranks_of(self, node_rank: int, host: str, ranks: list[int]) -> str:
         named = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
         return f"{named}, node {node_rank} ({host})" if self.worker.layout.nodes else f"{named} on {host}"
+
+
+def _in_words(causes: dict[int, str]) -> str:
+    """Why these ranks have ended: one cause for all, or one for each."""
+    if len(set(causes.values())) == 1:
+        cause = next(iter(causes.values()))
+        return cause or ("its process has ended" if len(causes) == 1 else "their processes have ended")
+    return "; ".join(f"rank {rank} {cause or 'has ended'}" for rank, cause in sorted(causes.items()))
+
+
+def _within(seconds: float, action: Callable[[], Found]) -> Found | None:
+    """What `action` returns; None where it fails or takes longer. A thread runs it, because a store may not answer."""
+    found: list[Found] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(action())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def _is_running(pid: int) -> bool:

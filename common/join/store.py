@@ -63,7 +63,7 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     own, master = _wait_for_master(worker, host, port, options.join_timeout_seconds)
     # The first rank of a node finds out whether the port is another program's. The others are patient: torch looks up
     # the name of each connection, and a name server may drop requests when many ranks start at once.
-    store = _connect(host, port, options.join_timeout_seconds if worker.local_rank else ANSWER_SECONDS)
+    store = connect(host, port, options.join_timeout_seconds if worker.local_rank else ANSWER_SECONDS)
     if store is None:
         raise UserError(
             f"{url} answers, but not as node 0 of a run would: another program holds that port, "
@@ -105,7 +105,7 @@ def _name_run(store: dist.Store, worker: Worker) -> None:
     store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
 
 
-def _connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | None:
+def connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | None:
     """The store that is served at host:port; None where it does not answer in this time: something else listens there.
 
     TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
@@ -169,7 +169,7 @@ def _command_for(node: int, address: str, port: int) -> str:
 
 def _holder(port: int) -> str:
     """Who listens on a local port. A run of this project names itself in its store."""
-    store = _connect("127.0.0.1", port, ANSWER_SECONDS)
+    store = connect("127.0.0.1", port, ANSWER_SECONDS)
     if store is not None and store.check([HOST]):
         return f"another run of ours ({store.get(HOST).decode()})"
     return "another program"

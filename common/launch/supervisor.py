@@ -5,6 +5,7 @@ share the memory of what was imported. It must not use CUDA, threads or torch's 
 each worker is a fresh interpreter that imports the module itself.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from common.launch.title import name_supervisor
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
 KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
 POLL_SECONDS = 0.05
+ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
 INTERRUPTED = 130  # as shells report SIGINT
 
@@ -36,7 +38,8 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         signal.signal(signal.SIGTERM, _raise_interrupt)
         name_supervisor(workers[0].layout)
         context = _context(target)
-        return _run_all([_process(context, target, one, args) for one in workers], args.timeout)
+        processes = {_process(context, target, one, args): one for one in workers}
+        return _run_all(processes, args.timeout)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
@@ -60,7 +63,7 @@ def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseP
     return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
 
 
-def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
+def _run_all(processes: dict[BaseProcess, Worker], timeout_seconds: float) -> int:
     orphans.adopt()
     known: set[int] = set()
     try:
@@ -78,7 +81,7 @@ def _run_all(processes: list[BaseProcess], timeout_seconds: float) -> int:
         _end([process for process in processes if process.pid], known)
 
 
-def _wait_for_all(processes: list[BaseProcess], known: set[int], timeout_seconds: float) -> int:
+def _wait_for_all(processes: dict[BaseProcess, Worker], known: set[int], timeout_seconds: float) -> int:
     """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
     running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline = 0, float("inf")
@@ -93,6 +96,9 @@ def _wait_for_all(processes: list[BaseProcess], known: set[int], timeout_seconds
             if process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
+        for process in ended:
+            if process.exitcode:
+                _tell(processes[process], process.exitcode)
         if any(process.exitcode for process in ended):
             orphans.end(known)
         if overdue := stopped.look(running):
@@ -108,10 +114,22 @@ def _exit_code(process: BaseProcess) -> int:
     code = process.exitcode or 0
     if code >= 0:
         return code
-    name = signal.Signals(-code).name
-    hint = " (out of memory? see `dmesg`)" if name == "SIGKILL" else ""
-    say(f"{process.name} was ended by {name}{hint}; ending the other workers of this node")
+    say(f"{process.name} {_cause(code)}; ending the other workers of this node")
     return 128 - code
+
+
+def _cause(code: int) -> str:
+    """Why a process with this exit code has ended, as a part of a sentence."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}" + " (out of memory? see `dmesg`)" * (name == "SIGKILL")
+
+
+def _tell(place: Worker, code: int) -> None:
+    """Let the other ranks know why this worker has ended, if torch is loaded here."""
+    if "torch" in sys.modules:
+        importlib.import_module(ENDED).tell(place, _cause(code))
 
 
 def _end(processes: list[BaseProcess], known: set[int]) -> None:

@@ -43,7 +43,8 @@ def test_a_worker_that_is_killed_is_named_on_both_hosts(hosts, tmp_path):
     first, second = trained_until_killed(hosts, tmp_path, "rank 3 of 5")
     said = errors(first.output) | errors(second.output)
     assert set(said) == {0, 1, 2, 4}
-    assert set(said.values()) == {"lost rank 3, node 1 (nodeb): its process has ended; see the log of that node"}
+    killed = "was ended by SIGKILL (out of memory? see `dmesg`)"
+    assert set(said.values()) == {f"lost rank 3, node 1 (nodeb): {killed}; see the log of that node"}
 
 
 def test_a_host_whose_processes_are_all_killed_is_named_with_its_ranks(hosts, tmp_path):

@@ -1,0 +1,51 @@
+"""Why a rank has ended: posted by the rank itself, by its supervisor, or by a rank of its machine that misses it.
+
+lost/ended      counts the posts
+    /ended/N    a rank and the cause, as JSON; of several posts for a rank the first one counts
+"""
+
+import json
+
+import torch.distributed as dist
+
+from common.errors import ExplainedError
+from common.join.store import connect
+from common.launch.addresses import host_and_port
+from common.launch.layout import Worker
+
+CURRENT = "current run"  # the key in the store that names the prefix of the run and generation
+CONNECT_SECONDS = 1.0
+MOST_CHARACTERS = 300  # of a cause
+
+
+def post(store: dist.Store, rank: int, cause: str) -> None:
+    """Post why `rank` has ended. `store` is that of the run."""
+    store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause}))
+
+
+def posted(store: dist.Store) -> dict[int, str]:
+    """The cause of each rank that has been posted, in the order of the posts."""
+    causes: dict[int, str] = {}
+    for number in range(1, store.add("lost/ended", 0) + 1):
+        if store.check([f"lost/ended/{number}"]):
+            found = json.loads(store.get(f"lost/ended/{number}"))
+            causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
+    return causes
+
+
+def cause_of(error: BaseException) -> str:
+    """What to post for a rank that ends with this error."""
+    first = (str(error).strip().splitlines() or [""])[0][:MOST_CHARACTERS]
+    kind = "" if isinstance(error, ExplainedError) else type(error).__name__
+    return f"failed: {': '.join(filter(None, (kind, first)))}"
+
+
+def tell(worker: Worker, cause: str) -> None:
+    """Post why a worker has ended, from its supervisor, where the job's own store can be reached."""
+    layout = worker.layout
+    if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
+        return
+    host, port = host_and_port(layout.init_method)
+    store = connect("127.0.0.1" if host == "0.0.0.0" else host, port, CONNECT_SECONDS)
+    if store is not None and store.check([CURRENT]):
+        post(dist.PrefixStore(store.get(CURRENT).decode(), store), worker.rank, cause)
