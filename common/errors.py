@@ -10,6 +10,7 @@ class ExplainedError(Exception):
     """
 
     exit_code = 1
+    kind = "error"  # how the printed line begins
 
     def __init__(self, message: str, same_on_every_rank: bool = False):
         super().__init__(message)
@@ -29,6 +30,13 @@ class RunError(ExplainedError):
     """Something outside went wrong: a node is missing, a disk is full, the loss is NaN. Exit code 1."""
 
     exit_code = 1
+
+
+class Interrupted(ExplainedError):
+    """A signal has ended the run, after a checkpoint. Exit code 75, as EX_TEMPFAIL of sysexits.h: start it again."""
+
+    exit_code = 75
+    kind = "interrupted"
 
 
 def before_exit(error: BaseException, action: Callable[[], None]) -> None:

@@ -132,7 +132,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = nodes.end_step(epoch_ends, now=step == total_steps)
+                evaluates = nodes.end_step(epoch_ends, now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, lr, grad_norm)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
@@ -146,6 +146,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     report.evaluation(step, **numbers)
                 if saves:
                     save()
+                    report.end_if_interrupted(step)  # by a signal
                 if step == total_steps or (evaluates and is_good_enough()):
                     break
         if is_good_enough():

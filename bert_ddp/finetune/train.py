@@ -156,7 +156,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 optimizer.zero_grad()
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = nodes.end_step(epoch_ends, now=step == total_steps)
+                evaluates = nodes.end_step(epoch_ends, now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, float(lr), grad_norm, count)
                 balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 
@@ -173,6 +173,7 @@ def train(worker: Worker, args: Namespace) -> None:
                         save("best", 1, **{measure: best_score})
                 if saves:
                     save("checkpoints", args.keep)
+                    report.end_if_interrupted(step)  # by a signal
                 if step == total_steps:
                     break
 

@@ -152,7 +152,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 step += 1
                 epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 is_due = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                evaluates = nodes.end_step(is_due, now=step == total_steps)
+                evaluates = nodes.end_step(is_due, now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, lr, grad_norm, count)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
@@ -166,6 +166,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     report.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
                 if saves:
                     save()
+                    report.end_if_interrupted(step)  # by a signal
                 if step == total_steps:
                     break
         report.summary(step)

@@ -145,8 +145,8 @@ def _growth(a: Run, b: Run, found: Comparison, start: int, before: list[int]) ->
         _line(
             "ask",
             f"about what is not in the gradient: {grown}. Buffers, and BatchNorm's statistics, that differ between "
-            "ranks; random numbers that depend on the rank; a sample that only one run has; a part of the computation "
-            "in lower precision.",
+            "ranks; random numbers that depend on the rank; a sample that only one run has; a loss that compares the "
+            "samples of one micro-batch with one another; a part of the computation in lower precision.",
         )
     ]
 

@@ -20,6 +20,7 @@ from typing import Any
 from common.console import say
 from common.errors import ExplainedError
 from common.launch import orphans, worker
+from common.launch.interruption import Interruption
 from common.launch.layout import Worker
 from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
@@ -35,11 +36,11 @@ INTERRUPTED = 130  # as shells report SIGINT
 def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     """Run all workers until they end. When one fails, end the others. Returns the first failure's exit code, or 0."""
     try:
-        signal.signal(signal.SIGTERM, _raise_interrupt)
+        interruption = Interruption()
         name_supervisor(workers[0].layout)
         context = _context(target)
         processes = {_process(context, target, one, args): one for one in workers}
-        return _run_all(processes, args.timeout)
+        return _run_all(processes, args.timeout, interruption)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
@@ -63,29 +64,32 @@ def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseP
     return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
 
 
-def _run_all(processes: dict[BaseProcess, Worker], timeout_seconds: float) -> int:
+def _run_all(processes: dict[BaseProcess, Worker], timeout_seconds: float, interruption: Interruption) -> int:
     orphans.adopt()
     known: set[int] = set()
     try:
         for process in processes:
             process.start()
+        interruption.watch(processes)
         known = orphans.children()
-        return _wait_for_all(processes, known, timeout_seconds)
+        return _wait_for_all(processes, known, timeout_seconds, interruption)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
         return 1
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):  # a second Ctrl-C must not keep us from ending a stopped worker
-            signal.signal(number, signal.SIG_IGN)
+        interruption.ignore()  # another Ctrl-C must not keep us from ending a stopped worker
         _end([process for process in processes if process.pid], known)
 
 
-def _wait_for_all(processes: dict[BaseProcess, Worker], known: set[int], timeout_seconds: float) -> int:
+def _wait_for_all(
+    processes: dict[BaseProcess, Worker], known: set[int], timeout_seconds: float, interruption: Interruption
+) -> int:
     """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
     running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
+        interruption.require_in_time()
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
         for process in running:
             if process.sentinel in ready:
@@ -93,6 +97,8 @@ def _wait_for_all(processes: dict[BaseProcess, Worker], known: set[int], timeout
         ended = [process for process in running if process.exitcode is not None]
         running = [process for process in running if process not in ended]
         for process in ended:
+            if interruption.has_ended(process):
+                return interruption.exit_code
             if process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
@@ -135,18 +141,14 @@ def _tell(place: Worker, code: int) -> None:
 def _end(processes: list[BaseProcess], known: set[int]) -> None:
     """No worker outlives its supervisor: SIGTERM, then SIGKILL for those that do not end; nor does what they leave."""
     alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.terminate()
     deadline = time.monotonic() + KILL_SECONDS
     # No join with a timeout: it waits for the sentinel, which the processes that a worker leaves behind keep open.
     while any(process.is_alive() for process in alive) and time.monotonic() < deadline:
+        for process in alive:
+            process.terminate()  # in training, the first one asks for a checkpoint, and the second one ends it
         time.sleep(POLL_SECONDS)
     for process in alive:
         process.kill()
         process.join()
     if alive:
         orphans.end(known)
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

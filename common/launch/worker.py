@@ -52,6 +52,10 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
+    if supervisor:  # a forked worker has its supervisor's handlers
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if hasattr(signal, "SIGUSR1"):
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     if supervisor or worker.layout.launched:
         _end_with_parent(worker, supervisor or os.getppid())
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
@@ -74,7 +78,7 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(f"error: {_message(error)}", worker.rank, error=True)
+            say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
         return error.exit_code
     if reason := _lost_loader(error):
         cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"

@@ -5,6 +5,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 """
 
 import contextlib
+import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
+from common.errors import Interrupted
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import wording
 from common.record.clock import Clock
+from common.record.interrupts import Interrupts
 from common.record.output import Output
 from common.record.steps import Done, Noted, gather_steps
 from common.record.trackers import Tracker
@@ -52,6 +55,8 @@ class Report:
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
+        self.interrupts: Interrupts | None = None  # once training begins
+        self.interrupted_by = ""  # a signal and the rank that has received it; the same on every rank
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
         """Open the files of this run and print the header. `facts` are further header lines, such as the data.
@@ -67,7 +72,7 @@ class Report:
                 known = [self.output.so_far()]
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval = known[0]
-        self.clock = Clock(seconds)
+        self.clock, self.interrupts = Clock(seconds), Interrupts(self.group.worker.rank)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -99,9 +104,14 @@ class Report:
         if not self.noted:
             return []
         noted, self.noted = self.noted, []
-        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds)
+        received = self.interrupts.received if self.interrupts else 0
+        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received)
         # All ranks compute these two from the same gathered numbers.
         self.unsaved_seconds = gathered.unsaved_seconds
+        signalled = [(rank, number) for rank, number in enumerate(gathered.signals) if number]
+        if signalled and not self.interrupted_by:
+            rank, number = signalled[0]
+            self.interrupted_by = f"{signal.Signals(number).name} on rank {rank}"
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         done = [
@@ -130,11 +140,24 @@ class Report:
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 
     def checkpoint_is_due(self, step: int, epoch_ends: bool = False) -> bool:
-        """True when an epoch's end or --save-every has asked for a checkpoint since the last one; the same on every
-        rank."""
-        is_due = epoch_ends or self.options.save_every.is_due(step, self.unsaved_seconds)
+        """True when an epoch's end, --save-every or a signal has asked for a checkpoint since the last one; the same on
+        every rank."""
+        is_due = epoch_ends or self.is_interrupted or self.options.save_every.is_due(step, self.unsaved_seconds)
         self.wants_checkpoint = self.wants_checkpoint or is_due
         return self.wants_checkpoint
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True once all ranks know that one of them has received a signal to end; the same on every rank."""
+        return bool(self.interrupted_by)
+
+    def end_if_interrupted(self, step: int) -> None:
+        """After a checkpoint: raise Interrupted on every rank if one of them has received a signal."""
+        if self.is_interrupted:
+            raise Interrupted(
+                f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
+                same_on_every_rank=True,
+            )
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -163,5 +186,7 @@ class Report:
 
     def summary(self, step: int, **numbers: object) -> None:
         """Print the last lines, write the last row, and plot curves.png."""
+        if self.interrupts:
+            self.interrupts.close()
         if self.output:
             self.output.summary(step, self.last_eval, numbers, self.clock)

@@ -45,7 +45,11 @@ def gather_rows(rows: torch.Tensor, plan: BatchPlan, step: int) -> torch.Tensor:
     """
     mine = plan.part(step, dist.get_rank())
     if len(rows) != len(mine):
-        fix = "gather each view of the samples by itself" if len(rows) > len(mine) else "leave out --micro-batch"
+        fix = (
+            "gather each view of the samples by itself, and pass this step's number"
+            if len(rows) > len(mine)
+            else "leave out --micro-batch"
+        )
         raise UserError(
             f"a loss over the whole global batch needs all {len(mine)} rows of this rank in one forward, and got "
             f"{len(rows)}: {fix}"

@@ -1,0 +1,65 @@
+"""A signal to the supervisor of a node's workers: passed on to them, so that they can save a checkpoint and end."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
+SIGTERM_SECONDS = 25.0  # schedulers send SIGKILL 30 s after SIGTERM
+
+
+class Interruption:
+    """Handles SIGTERM, SIGINT and SIGUSR1. The first one asks the workers to end; a second SIGTERM or SIGINT, or no end
+    within 25 s of SIGTERM, raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.received = 0  # the number of the first signal
+        self.deadline = float("inf")
+        self.workers: list[BaseProcess] = []
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """From now on, heed no signal."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def watch(self, workers: Iterable[BaseProcess]) -> None:
+        """From now on, pass a signal on to these, which run; also one that has come before."""
+        self.workers = list(workers)
+        if self.received:
+            self._ask()
+
+    def require_in_time(self) -> None:
+        """Raise KeyboardInterrupt when the workers take too long to end."""
+        if time.monotonic() > self.deadline:
+            raise KeyboardInterrupt
+
+    @property
+    def exit_code(self) -> int:
+        """As shells report the signal."""
+        return 128 + self.received
+
+    def has_ended(self, worker: BaseProcess) -> bool:
+        """True for a worker that was not training, and that our signal has ended."""
+        return bool(self.received) and worker.exitcode == -ASK
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self.received = number
+            if number == signal.SIGTERM:
+                self.deadline = time.monotonic() + SIGTERM_SECONDS
+            self._ask()
+        elif number in (signal.SIGTERM, signal.SIGINT):
+            raise KeyboardInterrupt
+
+    def _ask(self) -> None:
+        for worker in self.workers:
+            if worker.pid and worker.exitcode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, ASK)

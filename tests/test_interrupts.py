@@ -1,0 +1,95 @@
+"""SIGTERM, SIGINT and SIGUSR1 in training: a checkpoint of all ranks, an exit code that schedulers start again, and a
+second signal that ends at once."""
+
+import os
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, weights
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
+AGAIN = 75
+
+
+def started(tmp_path, gpus, *flags):
+    """A run that has made some steps."""
+    run = playing(MNIST, nodes_of(gpus, tmp_path / "run", *FLAGS, *flags), tmp_path)
+    file, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not file.exists() or file.read_text().count('"train"') < 3:
+        running = all(process.exitcode is None for process in run.processes)
+        assert running and time.monotonic() < deadline, [log.read_text() for log in run.logs]
+        time.sleep(0.05)
+    return run
+
+
+def rank_pid(run, rank: int) -> int:
+    for process in run.processes:
+        node = psutil.Process(process.pid)
+        for one in (node, *node.children(recursive=True)):
+            if f"rank {rank} of" in " ".join(one.cmdline()):
+                return one.pid
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.parametrize("number, code", [("SIGTERM", AGAIN), ("SIGUSR1", AGAIN), ("SIGINT", AGAIN)])
+def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_path, number, code):
+    run = started(tmp_path, (2, 2), "--epochs", 2000)
+    os.kill(run.processes[1].pid, getattr(signal, number))
+    results = run.results(30)
+    assert [result.code for result in results] == [code, code], [result.output for result in results]
+    said = re.search(r"interrupted: SIGUSR1 on rank [23]: ended after step (\d+), which is saved", results[0].output)
+    assert said, results[0].output
+    saved = (tmp_path / "run" / "checkpoints" / "latest").resolve().name
+    assert saved == f"step-{int(said[1]):08d}"
+
+
+def test_a_run_that_was_interrupted_and_resumed_elsewhere_has_the_curve_of_one_that_was_not(tmp_path):
+    more = ("--epochs", 20)
+    play(MNIST, (1,), tmp_path / "whole", *FLAGS, *more)
+    run = started(tmp_path, (3, 1), *more)
+    os.kill(rank_pid(run, 3), signal.SIGUSR1)
+    assert [result.code for result in run.results(30)] == [AGAIN, AGAIN]
+    play(MNIST, (2,), tmp_path / "run", *FLAGS, *more, "--resume")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
+    assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "whole")) < 1e-9
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    run = started(tmp_path, (2,), "--epochs", 2000)
+    stopped = rank_pid(run, 1)
+    os.kill(stopped, signal.SIGSTOP)  # so that the ranks cannot agree
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    time.sleep(1)
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    (result,) = run.results(20)
+    assert result.code == 130, result.output
+
+
+def test_one_process_in_place_saves_too(tmp_path):
+    run = started(tmp_path, (1,), "--epochs", 2000)
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    (result,) = run.results(30)
+    assert result.code == AGAIN, result.output
+    assert "interrupted: SIGTERM on rank 0: ended after step" in result.output and "Traceback" not in result.output
+
+
+def test_a_signal_before_training_ends_without_a_checkpoint(tmp_path):
+    run = playing(MNIST, nodes_of((2, 1), tmp_path / "run", *FLAGS)[:1], tmp_path)
+    deadline = time.monotonic() + 30
+    while "waiting for node 1" not in run.logs[0].read_text():
+        assert time.monotonic() < deadline, run.logs[0].read_text()
+        time.sleep(0.05)
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    (result,) = run.results(20)
+    assert result.code == 143 and "Traceback" not in result.output, result.output
+
+
+def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):
+    run = started(tmp_path, (1, 1), "--sync-every", 100000, "--epochs", 2000)
+    os.kill(run.processes[1].pid, signal.SIGTERM)
+    results = run.results(30)
+    assert [result.code for result in results] == [AGAIN, AGAIN], [result.output for result in results]
