@@ -39,7 +39,7 @@ from mnist_ddp.model import ConvNet
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
-        device, precision = group.device, Precision(args.precision, group.device)
+        device, precision = group.device, Precision(args.precision, group.device, args.on_nan)
         options, timer = cli.run_options(args, "mnist"), StepTimer(device)
 
         # Data. The plan cuts each global batch by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last batch
@@ -98,6 +98,7 @@ def train(worker: Worker, args: Namespace) -> None:
             return
 
         def save() -> None:
+            report.compare_weights(step, net)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}

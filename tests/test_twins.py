@@ -8,7 +8,7 @@ TRAINERS = (MNIST.parent / "train.py", BERT.parent / "pretrain" / "train.py")
 SAME = """
 def train(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
-        device, precision = group.device, Precision(args.precision, group.device)
+        device, precision = group.device, Precision(args.precision, group.device, args.on_nan)
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)

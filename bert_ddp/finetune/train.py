@@ -46,7 +46,7 @@ from common.uneven.token_balance import PASS_TOKENS, SortedShard, TokenBalancedS
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
-        device, precision = group.device, Precision(args.precision, group.device)
+        device, precision = group.device, Precision(args.precision, group.device, args.on_nan)
         options, timer = cli.run_options(args, f"bert-{args.task}"), StepTimer(device)
 
         # Data. One item of the loader is this rank's part of one optimizer step, balanced by tokens, perhaps empty.
@@ -124,6 +124,7 @@ def train(worker: Worker, args: Namespace) -> None:
         best_score = best.score_so_far(group, folder, measure, step)
 
         def save(into: str, keep: int, **numbers: float) -> None:
+            report.compare_weights(step, net)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}

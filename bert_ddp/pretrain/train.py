@@ -45,7 +45,7 @@ from common.uneven.workers import worker_options
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with process_group(worker, cli.join_options(args)) as group:
-        device, precision = group.device, Precision(args.precision, group.device)
+        device, precision = group.device, Precision(args.precision, group.device, args.on_nan)
         options, timer = cli.run_options(args, "bert"), StepTimer(device)
         loading = worker_options(args.data_workers, device, preload=["datasets"])  # their start takes seconds
 
@@ -118,6 +118,7 @@ def train(worker: Worker, args: Namespace) -> None:
             text.copy_tokenizer(path)
 
         def save() -> None:
+            report.compare_weights(step, net)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
                 if worker.is_main:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}

@@ -203,6 +203,8 @@ def add_training_flags(
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs"
     )
+    on_nan = "end at a gradient that is not finite, or leave its step out"
+    group.add_argument("--on-nan", choices=("stop", "skip"), default="stop", help=on_nan)
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
     return group
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from common.errors import Interrupted
+
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
 SIGTERM_SECONDS = 25.0  # schedulers send SIGKILL 30 s after SIGTERM
@@ -55,8 +57,12 @@ class Interruption:
             if number == signal.SIGTERM:
                 self.deadline = time.monotonic() + SIGTERM_SECONDS
             self._ask()
-        elif number in (signal.SIGTERM, signal.SIGINT):
+        elif number in (signal.SIGTERM, signal.SIGINT) and not self._is_saved():
             raise KeyboardInterrupt
+
+    def _is_saved(self) -> bool:
+        """True once a worker has ended after a checkpoint, as the others are about to do."""
+        return any(worker.exitcode == Interrupted.exit_code for worker in self.workers)
 
     def _ask(self) -> None:
         for worker in self.workers:

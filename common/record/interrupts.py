@@ -34,6 +34,13 @@ class Interrupts:
         signal.set_wakeup_fd(self.writer)
         os.register_at_fork(after_in_child=self._reset_in_child)
 
+    def ignore(self) -> None:
+        """Heed no signal any more: this process is about to end, and a launcher may ask it to."""
+        if self.previous:
+            signal.set_wakeup_fd(-1)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
     def close(self) -> None:
         """Handle signals as before."""
         if self.previous:

@@ -68,8 +68,9 @@ class Output:
         rate = samples / clock.lap()
         self.samples += samples
         self.last_step = done[-1].step
+        stops = self.options.flags.get("on_nan") != "skip"
         for one in done:
-            if not math.isfinite(one.loss):  # the trainer ends the run here
+            if stops and not math.isfinite(one.loss):  # the trainer ends the run here
                 break
             self._write_new_shares(one.step)
             if one.step % self.options.log_every == 0:

@@ -21,10 +21,10 @@ from common.record import wording
 from common.record.clock import Clock
 from common.record.interrupts import Interrupts
 from common.record.output import Output
-from common.record.steps import Done, Noted, gather_steps
+from common.record.steps import Done, Gathered, Noted, gather_steps
 from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
-from common.uneven.checks import backward_problem, few_counted_problem, first_loss_problem
+from common.uneven.checks import backward_problem, few_counted_problem, first_loss_problem, ranks_that_differ
 from common.uneven.precision import Precision
 from common.uneven.timer import StepTimer
 
@@ -114,6 +114,7 @@ class Report:
             self.interrupted_by = f"{signal.Signals(number).name} on rank {rank}"
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
+        self._name_not_finite(noted, gathered)
         done = [
             Done(one.step, loss / (one.count or 1), float(one.lr), norm)
             for one, loss, norm in zip(noted, losses, gathered.grad_norms.max(dim=0).values.tolist(), strict=True)
@@ -122,6 +123,27 @@ class Report:
             self.output.steps(done, gathered.times(), self.clock)
         self._judge(done, gathered.backpropagated.sum(dim=0).tolist(), noted[0].count)
         return done
+
+    def _name_not_finite(self, noted: list[Noted], gathered: Gathered) -> None:
+        """Print whose samples have given a loss that is not finite, and whether the step was skipped."""
+        skips = self.precision is not None and self.precision.skips
+        for index, one in enumerate(noted):
+            finite = gathered.loss_sums[:, index].isfinite()
+            if not finite.all():
+                ranks = (~finite).nonzero().flatten().tolist()
+                ending = ": this step changes nothing (--on-nan skip)" if skips else ""
+                self.line(f"step {one.step}: the loss of rank {', '.join(map(str, ranks))} is not finite{ending}")
+                if not skips:  # the trainer ends the run here
+                    return
+
+    def compare_weights(self, step: int, net: torch.nn.Module) -> None:
+        """Print which ranks' weights differ, which they must not. Every rank must call this."""
+        if ranks := ranks_that_differ(net):
+            self.line(
+                f"warning: after step {step}, the weights of rank {', '.join(map(str, ranks))} are not bit by bit those of "
+                "the other ranks: an error of memory or of a device? (GPUs of different kinds may round differently.) "
+                "Resume from an earlier checkpoint, without that node"
+            )
 
     def _judge(self, done: list[Done], backpropagated: list[float], first_count: float) -> None:
         """Print what is suspicious about these losses, each suspicion once."""
@@ -154,6 +176,8 @@ class Report:
     def end_if_interrupted(self, step: int) -> None:
         """After a checkpoint: raise Interrupted on every rank if one of them has received a signal."""
         if self.is_interrupted:
+            if self.interrupts:
+                self.interrupts.ignore()
             raise Interrupted(
                 f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
                 same_on_every_rank=True,

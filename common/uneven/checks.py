@@ -21,6 +21,7 @@ from common.uneven.global_batch import GlobalBatchNorm, needs_whole_parts
 from common.uneven.precision import IS_SUMMED
 
 HOOKED_STEPS = 3
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 SHOWN = 3  # names in a message
 NEAR = 1.3  # a first loss is within this factor of a guess's
 
@@ -221,6 +222,20 @@ def say_noise(net: torch.nn.Module, *_: Any) -> None:
                 stacklevel=2,
             )
             return
+
+
+def ranks_that_differ(net: torch.nn.Module) -> list[int]:
+    """The ranks whose weights are not bit by bit those of most ranks; of two ranks, the later one. Every rank must call
+    this."""
+    total = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
+    for one in net.parameters():
+        bits = one.detach().view(BITS[one.element_size()])
+        total = total * 31 + bits.sum(dtype=torch.int64)  # wraps around
+    everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, total)
+    sums = [one.item() for one in everyone]
+    usual = max(sums, key=lambda one: (sums.count(one), -sums.index(one)))
+    return [rank for rank, one in enumerate(sums) if one != usual]
 
 
 def first_loss_problem(loss: float, expected: float) -> str:

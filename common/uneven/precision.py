@@ -10,17 +10,20 @@ from torch.nn.utils import clip_grad_norm_
 from common.errors import RunError, UserError
 
 IS_SUMMED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
+MOST_SKIPPED = 10  # steps in a row
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
     """fp32; bf16 and fp16 as autocast over fp32 weights; fp64 for proofs.
 
-    `dtype` is the type of weights, gradients and inputs.
+    `dtype` is the type of weights, gradients and inputs. With `on_nan="skip"`, a step whose gradient is not finite
+    changes nothing; on a GPU that costs a wait for the device in each step. Otherwise `require_finite` ends the run.
     """
 
-    def __init__(self, name: str, device: torch.device):
+    def __init__(self, name: str, device: torch.device, on_nan: str = "stop"):
         self.name, self.device = name, device
+        self.skips, self.skipped = on_nan == "skip" and name != "fp16", 0  # fp16's scaler skips such steps itself
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
@@ -60,14 +63,29 @@ class Precision:
         for one in optimizers:
             self.scaler.unscale_(one)
         norm = clip_grad_norm_(model.parameters(), clip_norm)
+        if self.skips and self._is_skipped(norm):
+            return norm
         for one in optimizers:
             self.scaler.step(one)
         self.scaler.update()
         return norm
 
+    def _is_skipped(self, norm: torch.Tensor) -> bool:
+        """Whether this step is left out: the same on every rank, because the gradient is. Raises RunError for many."""
+        self.skipped = 0 if math.isfinite(norm.item()) else self.skipped + 1
+        if self.skipped > MOST_SKIPPED:
+            raise RunError(
+                f"the gradient was not finite in {self.skipped} steps in a row (--on-nan skip): the checkpoint before "
+                "them may be good; lower --lr, set --clip-norm, or look at the data",
+                same_on_every_rank=True,
+            )
+        return bool(self.skipped)
+
     def require_finite(self, step: int, loss: float, grad_norm: float) -> None:
         """Raise RunError unless loss and gradient are finite. Under fp16 the scaler skips steps whose gradients
-        overflow and lowers its scale, so only the loss counts there."""
+        overflow and lowers its scale, so only the loss counts there; with `on_nan="skip"`, nothing does."""
+        if self.skips:
+            return
         if math.isfinite(loss) and (math.isfinite(grad_norm) or self.name == "fp16"):
             return
         what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"

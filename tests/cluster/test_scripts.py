@@ -161,6 +161,32 @@ def test_slurm_uneven(slurm, tmp_path):
     ]
 
 
+def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, tmp_path):
+    training = words("--dataset digits --global-batch 64 --max-steps 3000 --epochs 200 --log-every 1 --save-every 1h")
+    command = (SCRIPTS / "slurm_even.sbatch", MNIST, *training, *CPU, "--out-dir", tmp_path / "run")
+    log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
+    submitted = slurm("sbatch", "--parsable", f"--output={log}", *command, PYTHON=str(PYTHON)).result(30)
+    number = submitted.output.split()[-1]
+
+    def wait_until(what, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, log.read_text() if log.exists() else submitted.output
+            time.sleep(0.2)
+
+    def state() -> str:
+        return slurm("squeue", "--noheader", "--format=%T", "--jobs", number).result(30).output.strip()
+
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 20)
+    slurm("scancel", "--signal=USR1", number).result(30)
+    wait_until(lambda: state() == "PENDING")
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now").result(30)  # Slurm would wait two minutes
+    wait_until(lambda: not state(), 110)
+    said = log.read_text()
+    assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
+    assert len(losses(tmp_path / "run")) == 3000
+
+
 def test_slurm_torchrun(slurm, tmp_path):
     said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_torchrun.sbatch", HELLO, *CPU, GPUS="2 1"))
     assert sorted(line.split()[-1] for line in said) == ["0/3", "1/3", "2/3"]

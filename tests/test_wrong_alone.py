@@ -1,0 +1,60 @@
+"""One rank goes wrong alone: all ranks agree what to do in the same step, and say which rank it was."""
+
+import math
+
+import pytest
+
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+from tests.test_exactness import altered
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12, "--log-every", 1)
+BACKWARD = "                        precision.backward("
+NAN = "                        if step in {steps} and worker.rank == worker.world_size - 1:\n"
+NAN += "                            micro_loss = micro_loss * math.nan\n"
+UPDATE = "                scheduler.step()\n"
+DAMAGE = "                if step == 4 and worker.rank == 1:\n"
+DAMAGE += "                    next(net.parameters()).data.view(-1)[0] += 1e-9\n"
+
+
+def not_finite(folder, steps):
+    """The MNIST trainer whose last rank has a loss that is not a number in these steps, which count from 0."""
+    return altered(folder, {BACKWARD: NAN.format(steps=steps) + BACKWARD})
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_and_names_it(tmp_path):
+    nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS)
+    results = playing(not_finite(tmp_path / "bad_ddp", (5,)), nodes, tmp_path).results()
+    assert [result.code for result in results] == [1, 1]
+    assert "step 6: the loss of rank 2 is not finite" in results[0].output
+    assert "error: the loss of step 6 is nan" in results[0].output
+
+
+def test_a_step_that_is_skipped_changes_nothing_on_any_layout(tmp_path):
+    bad = not_finite(tmp_path / "bad_ddp", (5, 6))
+    said = [
+        play(bad, gpus, tmp_path / name, *FLAGS, "--on-nan", "skip")[0].output
+        for name, gpus in (("one", (1,)), ("uneven", (2, 1)))
+    ]
+    assert "step 6: the loss of rank 2 is not finite: this step changes nothing (--on-nan skip)" in said[1]
+    one, uneven = (losses(tmp_path / name) for name in ("one", "uneven"))
+    assert one[5] is one[6] is None
+    assert [loss for loss in one if loss] == pytest.approx([loss for loss in uneven if loss], abs=1e-12)
+    assert largest_difference(weights(tmp_path / "one"), weights(tmp_path / "uneven")) < 1e-12
+    assert math.isfinite(rows(tmp_path / "one", "eval")[-1]["loss"])
+
+
+def test_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS, "--on-nan", "skip")
+    results = playing(not_finite(tmp_path / "bad_ddp", "range(1, 100)"), nodes, tmp_path).results()
+    assert [result.code for result in results] == [1, 1]
+    assert "the gradient was not finite in 11 steps in a row (--on-nan skip)" in results[0].output
+
+
+def test_weights_that_differ_on_one_rank_are_said_at_the_next_checkpoint(tmp_path):
+    damaged = altered(tmp_path / "damaged_ddp", {UPDATE: DAMAGE + UPDATE})
+    said = play(damaged, (2, 1), tmp_path / "run", *FLAGS)[0].output
+    assert "warning: after step 12, the weights of rank 1 are not bit by bit those of the other ranks" in said
+
+
+def test_weights_that_are_the_same_are_not_mentioned(tmp_path):
+    assert "bit by bit" not in play(MNIST, (2, 1), tmp_path, *FLAGS)[0].output
