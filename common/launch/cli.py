@@ -36,7 +36,7 @@ MAY_CHANGE = {
     *("interface", "join_timeout", "timeout", "work_timeout", "backend"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
-    *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit"),
+    *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit", "on_nan"),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
