@@ -141,9 +141,9 @@ class Report:
         if ranks := ranks_that_differ(net):
             who = ", ".join(map(str, ranks))
             self.line(
-                f"warning: after step {step}, the weights of rank {who} are not bit by bit those of the other ranks: an "
-                "error of memory or of a device? (GPUs of different kinds may round differently.) Resume from an earlier "
-                "checkpoint, without that node"
+                f"warning: after step {step}, the weights of rank {who} are not bit by bit those of the other ranks: "
+                "an error of memory or of a device? (GPUs of different kinds may round differently.) Resume from an "
+                "earlier checkpoint, without that node"
             )
 
     def _judge(self, done: list[Done], backpropagated: list[float], first_count: float) -> None:
