@@ -90,6 +90,9 @@ def _check_shapes(path: Path, shard: h5py.File) -> None:
     for name in (*MATRICES, *MASKS, LABELS):
         if not isinstance(shard.get(name), h5py.Dataset):
             raise UserError(f"--corpus {path} has no data set {name}: give shards of NVIDIA's BERT pipeline")
+    for name in (*MATRICES, *MASKS, LABELS):
+        if shard[name].dtype.kind not in "iub":
+            raise UserError(f"--corpus {path}: {name} holds {shard[name].dtype}, not whole numbers")
     for name in (MATRICES[0], *MASKS):
         if len(shard[name].shape) != 2:
             raise UserError(
@@ -111,6 +114,9 @@ def _table_rows(
 
     With `most`, stored masks are columns of that width. Raises UserError naming the file and the row.
     """
+    for name, values in piece.items():
+        wrong = (values.astype(np.int32) != values).reshape(len(values), -1).any(axis=1)
+        _refuse(path, start, wrong, f"a number in {name} is larger than any vocabulary")
     piece = {name: values.astype(np.int32) for name, values in piece.items()}
     ids, mask, segments = (piece[name] for name in MATRICES)
     positions, labels = (piece[name] for name in MASKS)

@@ -71,4 +71,4 @@ def difference(first: Any, second: Any) -> float:
 def default_tolerance(a: Run, b: Run) -> float:
     """That of the lower precision of both; fp32's, the trainers' default, where there is no run.json."""
     names = [start["flags"].get("precision", "fp32") for run in (a, b) for start in run.starts] or ["fp32"]
-    return max(TOLERANCES.get(name, TOLERANCES["fp32"]) for name in names)
+    return max(TOLERANCES.get(str(name), TOLERANCES["fp32"]) for name in names)

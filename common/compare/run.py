@@ -53,11 +53,6 @@ def _rows(metrics: Path) -> list[Row]:
         rows = read_metrics(metrics)
     except OSError as error:
         raise UserError(f"{metrics} cannot be read: {error.strerror}: name a run's --out-dir") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{metrics} is not text: name a run's --out-dir, or its metrics.jsonl") from None
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"{metrics}, line {number} is not an object: name a metrics.jsonl that a run has written")
     return rows
 
 
@@ -67,7 +62,10 @@ def _starts(path: Path) -> list[dict[str, Any]]:
     try:
         starts = json.loads(path.read_text())["starts"]
         for start in starts:
-            assert {"first_step", "layout", "shares", "versions", "commit", "facts", "flags"} <= start.keys()
+            assert type(start["first_step"]) is type(start["layout"]["world_size"]) is int
+            assert isinstance(start["layout"]["source"], str) and "commit" in start
+            assert all(isinstance(start[name], dict) for name in ("versions", "facts", "flags"))
+            assert start["shares"] and all(type(share) is int for share in start["shares"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise UserError(f"{path} is not what a run writes: correct it, or remove it to compare without it") from None
     return starts

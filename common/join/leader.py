@@ -6,7 +6,7 @@ import secrets
 import torch.distributed as dist
 
 from common.console import say
-from common.join.view import claimed_twice, difference, node_of, place, ranges
+from common.join.view import claimed_twice, difference, node_of, place, ranges, read_view
 from common.join.waiting import poll
 from common.launch.layout import Worker
 
@@ -46,8 +46,11 @@ class Leader:
         for entry in sorted(self.without_view):
             if self.store.check([f"{entry}/view"]):
                 self.without_view.remove(entry)
-                self.challenged[entry] = json.loads(self.store.get(f"{entry}/view"))
-                self.store.set(f"{entry}/challenge", self.token)
+                if view := read_view(self.store.get(f"{entry}/view")):
+                    self.challenged[entry] = view
+                    self.store.set(f"{entry}/challenge", self.token)
+                else:
+                    say("something that is not a rank of this code has written into the store: ignored", rank=0)
 
     def _admit_new_answers(self) -> None:
         answers = self.store.add(f"{self.token}/answers", 0)
@@ -56,7 +59,10 @@ class Leader:
         for answer in sorted(self.without_entry):
             if self.store.check([f"{self.token}/answer/{answer}"]):
                 self.without_entry.remove(answer)
-                view = self.challenged.pop(int(self.store.get(f"{self.token}/answer/{answer}")))
+                entry = self.store.get(f"{self.token}/answer/{answer}").decode(errors="replace")
+                view = self.challenged.pop(int(entry) if entry.isascii() and entry.isdigit() else -1, None)
+                if view is None:  # not of this code, or answered twice
+                    continue
                 self.heard_by += 1
                 self.expected = max(self.expected, int(view["layout"]["world size"]))
                 self._admit(view)

@@ -1,5 +1,6 @@
 """A *view*: what one rank believes about the job and about itself, as plain JSON. Views are compared by rank 0."""
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -38,6 +39,26 @@ def view_of(
         "flags": dict(options.agreed_flags or {}),
         "problem": problem,
     }
+
+
+def read_view(content: bytes) -> dict | None:
+    """The view that was posted, or None for what is none: anyone who reaches the store can write into it."""
+    try:
+        view = json.loads(content)
+        texts = (view["host"], view["source"], view["gpu"], view["problem"], view["device"], view["pid_space"])
+        numbers = (view["rank"], view["local_rank"], view["node_rank"], view["nodes"], view["pid"], view["entry"])
+        sections = [view["addresses"], *(view[section] for section in COMPARED)]
+        is_right = all(isinstance(one, str) for one in texts) and all(type(one) is int for one in numbers)
+        is_right = is_right and all(isinstance(one, str) for section in sections for one in section.values())
+        return view if is_right and {"own", "master"} <= view["addresses"].keys() and _size(view) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _size(view: dict) -> bool:
+    """Whether the view has a world size, and a rank below it."""
+    size = view["layout"]["world size"]
+    return size.isascii() and size.isdigit() and view["rank"] >= 0
 
 
 def _pid_space() -> str:

@@ -16,6 +16,8 @@ from common.launch.layout import Layout
 from common.launch.options import LayoutFlags
 from common.launch.reading import number, refuse_half_set
 
+MOST_HOSTS = 100_000  # of a list, which a variable may give in a few characters
+
 
 def from_slurm(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:
     """The layout of a task of a step; None outside of a step, and for a step of one task."""
@@ -92,8 +94,10 @@ def expand_hosts(text: str) -> list[str]:
             continue
         prefix, ranges, suffix = found.groups()
         for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
+            if not (bounds := re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)):
+                raise UserError(f"Slurm's list of hosts {text!r} has the part [{part}]: give --master-addr HOST")
+            first, last = bounds.groups()
+            numbers = range(int(first), int(last or first) + 1)[:MOST_HOSTS]
             names = [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
             hosts += [host for name in names for host in expand_hosts(name)]
     return hosts
@@ -101,5 +105,5 @@ def expand_hosts(text: str) -> list[str]:
 
 def expand_counts(text: str) -> list[int]:
     """Slurm's short form of a number for each node: '2(x3),1' -> 2, 2, 2, 1."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(number) for number, times in parts for _ in range(int(times or 1))]
+    parts = re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text)
+    return [int(number) for number, times in parts for _ in range(min(int(times or 1), MOST_HOSTS))]

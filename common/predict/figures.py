@@ -73,10 +73,13 @@ def of_doctor(file: Path) -> dict[str, Any]:
     try:
         report = json.loads(file.read_text())
         gpus, links = report["layout"]["gpus_per_node"], report["links"]
-        all_reduces = all_reduces_of(report["all_reduce"])
-    except (OSError, ValueError, KeyError) as error:
+        return {
+            "gpus": tuple(gpus) if gpus else None,
+            "link": slowest_link(links),
+            "measured": all_reduces_of(report["all_reduce"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--doctor {file}: {error}: give what `python -m common.doctor --json` has printed") from None
-    return {"gpus": tuple(gpus) if gpus else None, "link": slowest_link(links), "measured": all_reduces}
 
 
 def slowest_link(links: Sequence[dict[str, Any]]) -> Link | None:

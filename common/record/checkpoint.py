@@ -61,6 +61,8 @@ class Checkpoint:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its last line
             raise self._refusal(f"{OTHER_MODEL}: {_last_line(error)}") from None
+        except SafetensorError as error:
+            raise self._refusal(f"{WEIGHTS} cannot be read: {_last_line(error)}") from None
         if missing:
             raise self._refusal(f"{OTHER_MODEL}: it has no {sorted(missing)[0]}")
         if unknown:
@@ -70,7 +72,7 @@ class Checkpoint:
         """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state. With
         `may_have_more`, the checkpoint may have others too.
         """
-        saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
+        saved = self._read_training()
         new_run = "or start a new run with another --out-dir"
         for name in sorted(parts.keys() - saved.keys()):
             raise self._refusal(f"it was saved without the part {name}: resume without that part too, {new_run}")
@@ -80,9 +82,21 @@ class Checkpoint:
         for name, part in parts.items():
             try:
                 fill(part, saved[name])
-            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            except Exception as error:  # the state may hold anything
                 problem = f"the part {name} does not take the state that was saved ({_last_line(error)})"
                 raise self._refusal(f"{problem}: make that part as in the run that saved it, {new_run}") from None
+
+    def _read_training(self) -> dict[str, Any]:
+        """Raises UserError for a file that holds more than tensors, numbers, text, lists and dicts. torch never runs
+        what such a file asks for."""
+        try:
+            saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0][:200]
+            raise self._refusal(f"{TRAINING_STATE} cannot be read, or is not from a training run: {first}") from None
+        if not isinstance(saved, dict):
+            raise self._refusal(f"{TRAINING_STATE} holds no parts of a run: name another checkpoint")
+        return saved
 
     def require(self, fields: dict[str, Any], prefix: str = "") -> None:
         """Raise UserError if the checkpoint has another value of a field. A field that it lacks is not compared.
@@ -214,13 +228,17 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
         state = json.loads((path / STATE).read_text())
         if state["format"] > FORMAT:
             return None, f"it has format {state['format']}, this code reads up to {FORMAT}"
+        if type(state["step"]) is not int or state["step"] < 0:
+            return None, f"{STATE} gives no step"
         for name, checksum in state["checksums"].items():
+            if Path(name).name != name:
+                return None, f"{STATE} names a file of another folder"
             if _checksum(path / name) != checksum:
                 return None, f"the checksum of {name} is wrong"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"{STATE} cannot be read: {error}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return None, f"{STATE} cannot be read: {_last_line(error)}"
     return Checkpoint(path, state), ""
 
 

@@ -16,12 +16,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises UserError if any other line is not JSON.
     """
     rows = []
-    lines = path.read_text().split("\n")[:-1]  # what follows the last line break is empty or incomplete
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # after the last line break, nothing is complete
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text: name a run's --out-dir, or its metrics.jsonl") from None
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}, line {number} is not JSON: correct that line, or remove it") from None
+        if not isinstance(rows[-1], dict):
+            raise UserError(f"{path}, line {number} is not an object: name a metrics.jsonl that a run has written")
     return rows
 
 
@@ -38,7 +43,7 @@ class Metrics:
     def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        rows = [row for row in read_metrics(self.path) if row.get("step", 0) <= step]
+        rows = [row for row in read_metrics(self.path) if _step_of(row) <= step]
         aside = self.path.with_suffix(".tmp")
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
         aside.replace(self.path)
@@ -62,6 +67,10 @@ class Metrics:
         self.file.close()
         self.lock.close()
         self.trackers.close()
+
+
+def _step_of(row: dict[str, Any]) -> float:
+    return row["step"] if isinstance(row.get("step"), int) else 0
 
 
 def _finite(value: Any) -> Any:
