@@ -26,6 +26,7 @@ from common.compare import __main__ as comparison
 from common.compare.run import read_run
 from common.errors import ExplainedError, UserError
 from common.join.leader import Leader
+from common.join.secret import seal
 from common.launch import cli, values
 from common.launch.detect import layout_from
 from common.launch.layout import Layout
@@ -309,7 +310,8 @@ def joined(view: Any) -> None:
     store.add("entries", 1)
     with contextlib.redirect_stdout(io.StringIO()):
         leader.advance()
-    store.set(f"{leader.token}/answer/1", "1")
+    posted = store.get("1/view").decode()
+    store.set(f"{leader.token}/answer/1", f"1 {seal(b'', leader.token, '1', posted)}")
     store.add(f"{leader.token}/answers", 1)
     leader.advance()
     if 1 not in leader.alive:

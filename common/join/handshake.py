@@ -5,8 +5,11 @@ keys of a run that died (torchrun's restarts, a file://), so only processes that
 
     every rank   entry = add(entries);  set(entry/view)
     rank 0       set(entry/challenge, token)                    the token is new in each run
-    every rank   answer = add(token/answers);  set(token/answer, entry)
-    rank 0       all ranks have answered once, all views agree:  set(token/verdict)
+    every rank   answer = add(token/answers);  set(token/answer, entry and a seal of token, entry and view)
+    rank 0       all ranks have answered once, all views agree:  set(token/verdict, with a seal)
+
+Seals are made with the job's secret, where it has one (secret.py): rank 0 ignores an answer without it, and the others
+a verdict without it.
 
 On a store that rank 0 serves, only rank 0 and the first rank of each node poll. The others make a fixed number of
 requests, so the total grows linearly with the number of ranks. `generation` counts the joins of one job: its members
@@ -27,6 +30,7 @@ from common.errors import RunError, UserError
 from common.join import meeting_file
 from common.join.ended import CURRENT
 from common.join.leader import LINGER_SECONDS, Leader
+from common.join.secret import is_sealed, seal
 from common.join.store import SAY_EVERY_SECONDS
 from common.join.view import claimed_twice, place
 from common.join.waiting import Every, poll
@@ -34,6 +38,7 @@ from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
 DOUBT_SECONDS = 1.0  # between two checks, without a challenge, whether this store's run is complete
+OTHER_SECRET = "this rank has another secret (--secret-file, UNEVEN_DDP_SECRET)"
 LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file:// that other machines cannot see
 
 
@@ -47,21 +52,29 @@ class Verdict:
 
 
 def shake_hands(
-    worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool, generation: int = 0
+    worker: Worker,
+    store: dist.Store,
+    view: dict,
+    join_timeout_seconds: float,
+    leads: bool,
+    secret: bytes = b"",
+    generation: int = 0,
 ) -> Verdict:
     """Agree with all other ranks. Every rank must call this.
 
     Raises UserError on every rank when the views differ, RunError when a rank is missing at --join-timeout.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
-    return _Handshake(worker, join, view, join_timeout_seconds, leads).run(store, generation)
+    return _Handshake(worker, join, view, join_timeout_seconds, leads, secret).run(store, generation)
 
 
 class _Handshake:
     """One rank's side of the handshake."""
 
-    def __init__(self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool):
-        self.worker, self.store, self.view = worker, store, view
+    def __init__(
+        self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool, secret: bytes
+    ):
+        self.worker, self.store, self.view, self.secret = worker, store, view, secret
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
         # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
@@ -70,14 +83,15 @@ class _Handshake:
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
         self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
         self.is_time_to_speak, self.is_time_to_doubt = Every(SAY_EVERY_SECONDS), Every(DOUBT_SECONDS)
-        self.leader = Leader(worker, store, view) if leads else None
-        self.entry, self.token = 0, ""
+        self.leader = Leader(worker, store, view, secret) if leads else None
+        self.entry, self.token, self.posted = 0, "", ""
 
     def run(self, store: dist.Store, generation: int) -> Verdict:
         self._refuse_complete_run()
         self.entry = self.store.add("entries", 1)
         self.view["entry"] = self.entry
-        self.store.set(f"{self.entry}/view", json.dumps(self.view))
+        self.posted = json.dumps(self.view)
+        self.store.set(f"{self.entry}/view", self.posted)
         # The leader decides at the timeout. The others wait a little longer, to read its verdict.
         spare = 0 if self.leader or self.on_local_disk else LINGER_SECONDS
         verdict = poll(self._advance, self.patience_seconds + spare, self._meanwhile)
@@ -104,15 +118,27 @@ class _Handshake:
         if self.leader:
             self.leader.advance()
         if self.token and (verdict := self._await(f"{self.token}/verdict")):
-            return json.loads(verdict)
+            return self._open(verdict)
+        if self.token and self._read(f"{self.entry}/refused"):
+            raise UserError(f"{OTHER_SECRET} than rank 0, or one of them has none: give the same on every node")
         # In a store that outlives its runs the first challenge may be from a run that died: look for a newer one.
         if not self.token or self.store_may_outlive_run:
             challenge = self._await(f"{self.entry}/challenge")
             if challenge and challenge != self.token:
                 self.token = challenge
                 answer = self.store.add(f"{challenge}/answers", 1)
-                self.store.set(f"{challenge}/answer/{answer}", str(self.entry))
+                code = seal(self.secret, challenge, str(self.entry), self.posted)
+                self.store.set(f"{challenge}/answer/{answer}", f"{self.entry} {code}")
         return None
+
+    def _open(self, verdict: str) -> dict:
+        """The verdict, if rank 0 knows the secret. Raises UserError."""
+        code, _, content = verdict.partition(" ")
+        if not is_sealed(self.secret, code, self.token, content):
+            raise UserError(
+                f"{OTHER_SECRET} than the process that serves {self.worker.layout.init_method}: is it ours?"
+            )
+        return json.loads(content)
 
     def _await(self, key: str) -> str:
         """The value of a key that the leader sets; for a rank that polls, empty while it is not set."""

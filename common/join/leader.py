@@ -6,6 +6,7 @@ import secrets
 import torch.distributed as dist
 
 from common.console import say
+from common.join.secret import is_sealed, seal
 from common.join.view import claimed_twice, difference, node_of, place, ranges, read_view
 from common.join.waiting import poll
 from common.launch.layout import Worker
@@ -16,13 +17,14 @@ LINGER_SECONDS = 4.0  # rank 0 stays this long after a refusal, so that nodes th
 class Leader:
     """What rank 0 does besides its own handshake; see handshake.py for the protocol."""
 
-    def __init__(self, worker: Worker, store: dist.Store, view: dict):
-        self.worker, self.store, self.view = worker, store, view
+    def __init__(self, worker: Worker, store: dist.Store, view: dict, secret: bytes = b""):
+        self.worker, self.store, self.view, self.secret = worker, store, view, secret
         self.token = secrets.token_hex(8)
         self.entries = self.answers = 0  # how many of each have been counted
         self.without_view: set[int] = set()  # entries without a view yet: the process may have died
         self.without_entry: set[int] = set()  # answers without an entry yet
-        self.challenged: dict[int, dict] = {}  # entry -> view, not answered: may be from a run that died
+        # entry -> view, as posted and read, not answered: may be from a run that died
+        self.challenged: dict[int, tuple[str, dict]] = {}
         self.alive: dict[int, dict] = {}  # rank -> view
         self.heard_by = 0  # processes that have answered: all of them read the verdict
         self.expected = worker.world_size  # how many processes may join: the largest world size among their views
@@ -46,8 +48,9 @@ class Leader:
         for entry in sorted(self.without_view):
             if self.store.check([f"{entry}/view"]):
                 self.without_view.remove(entry)
-                if view := read_view(self.store.get(f"{entry}/view")):
-                    self.challenged[entry] = view
+                posted = self.store.get(f"{entry}/view").decode(errors="replace")
+                if view := read_view(posted):
+                    self.challenged[entry] = posted, view
                     self.store.set(f"{entry}/challenge", self.token)
                 else:
                     say("something that is not a rank of this code has written into the store: ignored", rank=0)
@@ -59,9 +62,15 @@ class Leader:
         for answer in sorted(self.without_entry):
             if self.store.check([f"{self.token}/answer/{answer}"]):
                 self.without_entry.remove(answer)
-                entry = self.store.get(f"{self.token}/answer/{answer}").decode(errors="replace")
-                view = self.challenged.pop(int(entry) if entry.isascii() and entry.isdigit() else -1, None)
-                if view is None:  # not of this code, or answered twice
+                content = self.store.get(f"{self.token}/answer/{answer}").decode(errors="replace")
+                entry, _, code = content.partition(" ")
+                found = self.challenged.pop(int(entry) if entry.isascii() and entry.isdigit() else -1, None)
+                if found is None:  # not of this code, or answered twice
+                    continue
+                posted, view = found
+                if not is_sealed(self.secret, code, self.token, entry, posted):
+                    say(f"{place(view)} has another secret than this rank (--secret-file): not let in", rank=0)
+                    self.store.set(f"{entry}/refused", "secret")
                     continue
                 self.heard_by += 1
                 self.expected = max(self.expected, int(view["layout"]["world size"]))
@@ -116,7 +125,8 @@ class Leader:
             self._mention_the_dead()
             places = {rank: f"{view['host']} (pid {view['pid']})" for rank, view in self.alive.items()}
             self.store.set("closed", json.dumps(places))
-        self.store.set(f"{self.token}/verdict", json.dumps(verdict))
+        content = json.dumps(verdict)
+        self.store.set(f"{self.token}/verdict", f"{seal(self.secret, self.token, content)} {content}")
 
     def _mention_the_dead(self) -> None:
         url = self.worker.layout.init_method

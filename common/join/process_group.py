@@ -206,7 +206,7 @@ def join(
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
     with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)"):
-        verdict = shake_hands(worker, opened.store, view, seconds, opened.leads, generation)
+        verdict = shake_hands(worker, opened.store, view, seconds, opened.leads, options.secret, generation)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached

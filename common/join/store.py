@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,6 +30,7 @@ ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wa
 CONNECT_SECONDS = 2.0
 HOST = "served by"  # the key whose value says which process serves the store
 NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
+BACKLOG = 2048  # connections that wait to be accepted, as torch has it
 WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -80,10 +83,10 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
     """Rank 0: serve the store in this process, and print the command for each other node."""
     timeout = timedelta(seconds=options.join_timeout_seconds)
     try:
-        store = dist.TCPStore(
-            "localhost" if host == "0.0.0.0" else host, port, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-    except (dist.DistNetworkError, RuntimeError) as error:
+        listens: dict[str, Any] = {"master_listen_fd": _listen_at(host, port)} if _is_address(host) else {}
+        server = "localhost" if host == "0.0.0.0" else host
+        store = dist.TCPStore(server, port, is_master=True, timeout=timeout, wait_for_workers=False, **listens)
+    except (OSError, RuntimeError) as error:  # torch's DistNetworkError is a RuntimeError
         if "in use" not in str(error):
             raise
         raise UserError(
@@ -98,6 +101,28 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
             say(f"on node {node} run: {_command_for(node, address, port)}", worker.rank)
     alone = worker.layout.nodes == 1 and not options.interface
     return OpenStore(store, "127.0.0.1" if alone else own, "", leads=True)
+
+
+def _is_address(host: str) -> bool:
+    """True for an address of one interface. A name may mean one address here, and another one on the other nodes."""
+    try:
+        return not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _listen_at(host: str, port: int) -> int:
+    """A socket that listens at this address alone; torch would listen on all interfaces. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener.detach()
 
 
 def _name_run(store: dist.Store, worker: Worker) -> None:

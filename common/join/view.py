@@ -41,7 +41,7 @@ def view_of(
     }
 
 
-def read_view(content: bytes) -> dict | None:
+def read_view(content: str) -> dict | None:
     """The view that was posted, or None for what is none: anyone who reaches the store can write into it."""
     try:
         view = json.loads(content)

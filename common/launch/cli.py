@@ -11,6 +11,7 @@ So a new flag is compared everywhere until its author says that it need not be.
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,13 +28,13 @@ JOIN_TIMEOUT_SECONDS = 300.0
 MAY_DIFFER = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
-    *("out_dir", "device", "oversubscribe", "tensorboard"),
+    *("out_dir", "device", "oversubscribe", "tensorboard", "secret_file"),
 }
 LAYOUT = {field.name for field in fields(LayoutFlags)}
 # may change when a run is resumed: where and how it computes, and how long, but not what it optimises
 MAY_CHANGE = {
     *LAYOUT,
-    *("interface", "join_timeout", "timeout", "work_timeout", "backend"),
+    *("interface", "join_timeout", "timeout", "work_timeout", "backend", "secret_file"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit", "on_nan"),
@@ -103,6 +104,9 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         default=7200.0,
         metavar="S",
         help="limit of one rank's own work, such as a download, that the others wait for",
+    )
+    group.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help="let in no process without this secret, the same on every node"
     )
     group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
     group.add_argument(
@@ -345,8 +349,22 @@ def join_options(args: argparse.Namespace) -> JoinOptions:
         join_timeout_seconds=args.join_timeout,
         timeout_seconds=args.timeout,
         work_timeout_seconds=args.work_timeout,
+        secret=_secret(args.secret_file),
         agreed_flags={f"--{name.replace('_', '-')}": shown(value) for name, value in agreed.items()},
     )
+
+
+def _secret(file: Path | None) -> bytes:
+    """What is in --secret-file, else in UNEVEN_DDP_SECRET. Raises UserError for an empty or unreadable file."""
+    if file is None:
+        return os.environ.get("UNEVEN_DDP_SECRET", "").encode()
+    try:
+        secret = file.read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"--secret-file {file} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise UserError(f"--secret-file {file} is empty: fill it, for example with `openssl rand -hex 32`")
+    return secret
 
 
 def run_options(args: argparse.Namespace, name: str) -> RunOptions:

@@ -35,6 +35,7 @@ class JoinOptions:
     join_timeout_seconds: float = 300.0
     timeout_seconds: float = 600.0  # of one collective, and of a rank without a heartbeat
     work_timeout_seconds: float = 7200.0  # of one rank's own work that the others wait for
+    secret: bytes = b""  # of the job: processes without it are not let in
     agreed_flags: Mapping[str, str] | None = None  # flag -> value as typed; the join compares them between the ranks
 
 
