@@ -2,13 +2,13 @@
 
     rank r computes      share / speed seconds: a third of it forward, the rest backward
     gradients            are exchanged in pieces during the backward of the last micro-batch, as DDP does (1 MB first,
-                         then 25 MB each), one after another, each when the slowest rank has it
+                         then 25 MB each), each when the slowest rank has it; one is sent while another is on its way
     an exchange          of n bytes between W ranks takes what the doctor has measured on these ranks; or, in a ring,
                          2 (W - 1) latencies, and every link carries 2 (W - 1) / W x n bytes each way; the slowest
                          link counts
 
 A step ends when the slowest rank has computed and the last piece is exchanged. What does not depend on the share,
-such as loading and the optimizer, comes besides.
+such as loading and the optimizer, comes besides; so does an exchange of a few numbers about once a second.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from common.uneven.batching import split
 
 WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
 FORWARD = 1 / 3  # of forward and backward
+REPORT_SECONDS = 1.0  # about once in these, the ranks exchange what they have noted (common/record/report.py)
 FIRST_PIECE, PIECE = 2**20, 25 * 2**20  # bytes, of DDP's buckets
 
 
@@ -81,10 +82,11 @@ class Step:
     computing: tuple[float, ...]  # by rank
     exchange: float  # after the slowest rank has computed
     fixed: float  # of the slowest rank
+    reports: float = 0.0  # the part of the time, besides, that the ranks' reports take
 
     @property
     def seconds(self) -> float:
-        return max(self.computing) + self.exchange + self.fixed
+        return (max(self.computing) + self.exchange + self.fixed) * (1 + self.reports)
 
     @property
     def waiting(self) -> list[float]:
@@ -114,7 +116,8 @@ def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, mic
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2
         exchange += (outer + spread) / way.sync_every
-    return Step(shares, computing, exchange, max(cluster.fixed))
+    reports = cluster.all_reduce(0.0) / REPORT_SECONDS if len(shares) > 1 else 0.0
+    return Step(shares, computing, exchange, max(cluster.fixed), reports)
 
 
 def all_reduce(size: float, ranks: int, link: Link) -> float:
@@ -125,13 +128,13 @@ def all_reduce(size: float, ranks: int, link: Link) -> float:
 def _left_over(computing: float, last: float, gradients: float, seconds_of: Callable[[float], float]) -> float:
     """Seconds until all pieces are exchanged, after the slowest rank has computed. `last` is the part of its computing
     that the last micro-batch takes, `seconds_of(bytes)` the time of an exchange."""
-    free, done = 0.0, 0.0
+    free, done, latency = 0.0, 0.0, seconds_of(0.0)
     while done < gradients:
         piece = min(FIRST_PIECE if not done else PIECE, gradients - done)
         done += piece
         ready = computing * (1 - last * (1 - FORWARD) * (1 - done / gradients))
-        free = max(free, ready) + seconds_of(piece)
-    return max(0.0, free - computing)
+        free = max(free, ready) + seconds_of(piece) - latency  # the next piece is sent while this one is on its way
+    return max(0.0, free + latency - computing)
 
 
 def ways(cluster: Cluster, sync_every: int) -> list[Way]:
