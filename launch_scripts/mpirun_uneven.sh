@@ -14,6 +14,7 @@ for host in ${hosts//,/ }; do count=$((count + ${host##*:})); done
 
 if [[ $("$mpirun" --version 2>&1) =~ Open\ ?(MPI|RTE) ]]; then
   options=(--oversubscribe --bind-to none -x "MASTER_ADDR=$address")
+  [[ -n ${UNEVEN_DDP_SECRET:-} ]] && options+=(-x UNEVEN_DDP_SECRET)
   [[ -n ${SSH_CONFIG:-} ]] && options+=(--mca plm_rsh_args "-F $SSH_CONFIG")
   [[ $(id -u) == 0 ]] && options+=(--allow-run-as-root)
   exec "$mpirun" "${options[@]}" --host "$hosts" -np "$count" "${command[@]}"

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from common.launch.addresses import free_port
 
 GRACE_SECONDS = 20.0  # after one node has failed, for the others to end by themselves
-KILL_SECONDS = 15.0  # after that, from SIGTERM to SIGKILL
+KILL_SECONDS = 30.0  # after that, from SIGTERM to SIGKILL
 LOOK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # as shells report SIGINT

@@ -7,6 +7,7 @@
 # the list, or by MASTER_ADDR. SSH_CONFIG names a configuration file for ssh.
 set -euo pipefail
 usage='usage: ssh_uneven.sh HOST:GPUS,HOST:GPUS TRAINER [FLAGS...]'
+[[ -z ${UNEVEN_DDP_SECRET:-} ]] || { echo 'ssh_uneven.sh: ssh does not pass UNEVEN_DDP_SECRET on: give --secret-file' >&2; exit 2; }
 list=${1:?$usage}; trainer=${2:?$usage}; shift 2
 nodes=(${list//,/ })
 gpus=$(IFS=,; echo "${nodes[*]##*:}")
@@ -16,7 +17,7 @@ ssh=(ssh -o BatchMode=yes ${SSH_CONFIG:+-F "$SSH_CONFIG"})
 # On the node: run the command in its own session, and end the whole session when the input from ssh ends.
 far='exec 3<&0; setsid "$@" </dev/null 3<&- & node=$!
   { cat <&3; kill -TERM -- "-$node"
-    for second in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 1; kill -0 -- "-$node" || exit; done
+    for second in {1..30}; do sleep 1; kill -0 -- "-$node" || exit; done
     kill -KILL -- "-$node"; } >/dev/null 2>&1 &
   wait "$node"'
 

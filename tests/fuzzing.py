@@ -298,7 +298,7 @@ LAYOUT = Layout("-g 2", world_size=2, first_rank=0, local_world_size=2, init_met
 VIEW = {
     **{"rank": 1, "local_rank": 1, "nodes": 1, "node_rank": 0, "host": "a", "pid": 1, "pid_space": "x"},
     **{"device": "cpu", "gpu": "", "source": "-g 2", "addresses": {"own": "", "master": ""}, "problem": ""},
-    **{"layout": {"world size": "2"}, "versions": {"torch": "2"}, "backend": {}, "flags": {}, "entry": 1},
+    **{"layout": {"world size": "2"}, "versions": {"torch": "2"}, "backend": {}, "flags": {}, "entry": 1, "nonce": "n"},
 }
 
 
@@ -314,6 +314,7 @@ def joined(view: Any) -> None:
     store.set(f"{leader.token}/answer/1", f"1 {seal(b'', leader.token, '1', posted)}")
     store.add(f"{leader.token}/answers", 1)
     leader.advance()
+    assert all(rank < 2 for rank in leader.alive)
     if 1 not in leader.alive:
         raise UserError("ignored")
 

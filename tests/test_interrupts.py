@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, weights
+from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
 AGAIN = 75
@@ -63,7 +64,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     stopped = rank_pid(run, 1)
     os.kill(stopped, signal.SIGSTOP)  # so that the ranks cannot agree
     os.kill(run.processes[0].pid, signal.SIGTERM)
-    time.sleep(1)
+    time.sleep(2)  # what comes within a second counts as the same signal
     os.kill(run.processes[0].pid, signal.SIGTERM)
     (result,) = run.results(20)
     assert result.code == 130, result.output
@@ -93,3 +94,24 @@ def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):
     os.kill(run.processes[1].pid, signal.SIGTERM)
     results = run.results(30)
     assert [result.code for result in results] == [AGAIN, AGAIN], [result.output for result in results]
+
+
+def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
+    """As Ctrl-C in a terminal, `timeout`, and what ends a process group."""
+    run = started(tmp_path, (3,), "--epochs", 2000)
+    node = psutil.Process(run.processes[0].pid)
+    for process in (node, *node.children(recursive=True), node):
+        process.send_signal(signal.SIGINT)
+    (result,) = run.results(30)
+    assert result.code == AGAIN, result.output
+    assert "ended after step" in result.output and "again" not in result.output
+
+
+def test_a_loader_whose_processes_end_does_not_interrupt_the_run(tmp_path):
+    """Their end sends SIGCHLD, for which torch has a handler in Python."""
+    loading = {
+        "part_loader(train_set, sampler, args.seed)": "part_loader(train_set, sampler, args.seed, num_workers=1)"
+    }
+    forked = altered(tmp_path / "forked_ddp", loading)
+    said = play(forked, (2,), tmp_path / "run", *FLAGS, "--epochs", 3)[0].output
+    assert "interrupted" not in said and "done " in said

@@ -49,7 +49,7 @@ def test_a_secret_file_that_is_empty_or_missing_is_refused(tmp_path, text, said)
 
 
 def test_the_store_of_one_node_listens_on_loopback_only(tmp_path):
-    script = write_trainer(tmp_path, "(FOLDER / 'here').touch()\n        time.sleep(60)")
+    script = write_trainer(tmp_path, "(FOLDER / 'here').touch()\ntime.sleep(60)")
     port = free_port()
     run_ = playing(script, [Node(["-g", 2, "--device", "cpu", "--master-port", port])], tmp_path)
     deadline = time.monotonic() + 30

@@ -35,7 +35,7 @@ def test_a_step_that_is_skipped_changes_nothing_on_any_layout(tmp_path):
         play(bad, gpus, tmp_path / name, *FLAGS, "--on-nan", "skip")[0].output
         for name, gpus in (("one", (1,)), ("uneven", (2, 1)))
     ]
-    assert "step 6: the loss of rank 2 is not finite: this step changes nothing (--on-nan skip)" in said[1]
+    assert "step 6: the loss of rank 2 is not finite: this step changes no weight (--on-nan skip)" in said[1]
     one, uneven = (losses(tmp_path / name) for name in ("one", "uneven"))
     assert one[5] is one[6] is None
     assert [loss for loss in one if loss] == pytest.approx([loss for loss in uneven if loss], abs=1e-12)

@@ -106,6 +106,8 @@ class _Handshake:
         if problem := verdict.get("problem"):
             raise (RunError if verdict.get("missing") else UserError)(problem, same_on_every_rank=True)
         holder = verdict["views"][self.worker.rank]
+        if holder["nonce"] != self.view["nonce"] and holder["entry"] == self.entry:
+            raise UserError(f"{self.worker.layout.init_method} has given the verdict of another run: is it ours?")
         if holder["entry"] != self.entry:  # this process joined while the others were reading the verdict
             raise UserError(claimed_twice(holder, self.view))
         prefix = f"run/{self.token}/{generation}"

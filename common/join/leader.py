@@ -64,14 +64,15 @@ class Leader:
                 self.without_entry.remove(answer)
                 content = self.store.get(f"{self.token}/answer/{answer}").decode(errors="replace")
                 entry, _, code = content.partition(" ")
-                found = self.challenged.pop(int(entry) if entry.isascii() and entry.isdigit() else -1, None)
-                if found is None:  # not of this code, or answered twice
+                known = int(entry) if entry.isascii() and entry.isdigit() and len(entry) < 9 else -1
+                if known not in self.challenged:  # not of this code, or answered twice
                     continue
-                posted, view = found
+                posted, view = self.challenged[known]
                 if not is_sealed(self.secret, code, self.token, entry, posted):
                     say(f"{place(view)} has another secret than this rank (--secret-file): not let in", rank=0)
                     self.store.set(f"{entry}/refused", "secret")
                     continue
+                del self.challenged[known]
                 self.heard_by += 1
                 self.expected = max(self.expected, int(view["layout"]["world size"]))
                 self._admit(view)

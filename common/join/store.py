@@ -90,7 +90,7 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
         if "in use" not in str(error):
             raise
         raise UserError(
-            f"{worker.layout.meeting[1]} {port} on {socket.gethostname()} is held by {_holder(port)}: "
+            f"{worker.layout.meeting[1]} {port} on {socket.gethostname()} is held by {_holder(host, port)}: "
             "choose another port on every node, or end that program"
         ) from None
     _name_run(store, worker)
@@ -192,9 +192,9 @@ def _command_for(node: int, address: str, port: int) -> str:
     return shlex.join([program, *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
 
 
-def _holder(port: int) -> str:
+def _holder(host: str, port: int) -> str:
     """Who listens on a local port. A run of this project names itself in its store."""
-    store = connect("127.0.0.1", port, ANSWER_SECONDS)
+    store = connect("127.0.0.1" if host in WILDCARDS else host, port, ANSWER_SECONDS)
     if store is not None and store.check([HOST]):
         return f"another run of ours ({store.get(HOST).decode()})"
     return "another program"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def view_of(
         "backend": {"--backend": backend},
         "flags": dict(options.agreed_flags or {}),
         "problem": problem,
+        "nonce": secrets.token_hex(8),  # new in each view, so that no earlier verdict fits it
     }
 
 
@@ -45,8 +47,8 @@ def read_view(content: str) -> dict | None:
     """The view that was posted, or None for what is none: anyone who reaches the store can write into it."""
     try:
         view = json.loads(content)
-        texts = (view["host"], view["source"], view["gpu"], view["problem"], view["device"], view["pid_space"])
-        numbers = (view["rank"], view["local_rank"], view["node_rank"], view["nodes"], view["pid"], view["entry"])
+        texts = [view[name] for name in ("host", "source", "gpu", "problem", "device", "pid_space", "nonce")]
+        numbers = [view[name] for name in ("rank", "local_rank", "node_rank", "nodes", "pid", "entry")]
         sections = [view["addresses"], *(view[section] for section in COMPARED)]
         is_right = all(isinstance(one, str) for one in texts) and all(type(one) is int for one in numbers)
         is_right = is_right and all(isinstance(one, str) for section in sections for one in section.values())
@@ -58,7 +60,7 @@ def read_view(content: str) -> dict | None:
 def _size(view: dict) -> bool:
     """Whether the view has a world size, and a rank below it."""
     size = view["layout"]["world size"]
-    return size.isascii() and size.isdigit() and view["rank"] >= 0
+    return size.isascii() and size.isdigit() and len(size) < 9 and 0 <= view["rank"] < int(size)
 
 
 def _pid_space() -> str:

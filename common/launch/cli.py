@@ -274,6 +274,9 @@ def _check_links(args: argparse.Namespace) -> None:
             )
         if args.compress.startswith("powersgd"):
             _check_powersgd(args)
+    if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
+        other = "--sync-every" if args.sync_every else f"--compress {args.compress}"
+        raise UserError(f"--on-nan skip with {other}: what it keeps of a step would be spoilt: leave one of them out")
     if args.sync_every and args.precision == "fp16":
         raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
 
@@ -357,6 +360,8 @@ def join_options(args: argparse.Namespace) -> JoinOptions:
 def _secret(file: Path | None) -> bytes:
     """What is in --secret-file, else in UNEVEN_DDP_SECRET. Raises UserError for an empty or unreadable file."""
     if file is None:
+        if os.environ.get("UNEVEN_DDP_SECRET") == "":
+            raise UserError("UNEVEN_DDP_SECRET is set, but empty: give it a value, or unset it")
         return os.environ.get("UNEVEN_DDP_SECRET", "").encode()
     try:
         secret = file.read_bytes().strip()

@@ -12,15 +12,17 @@ from common.errors import Interrupted
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
-SIGTERM_SECONDS = 25.0  # schedulers send SIGKILL 30 s after SIGTERM
+SIGTERM_SECONDS = 27.0  # schedulers send SIGKILL 30 s after SIGTERM; the workers have 25 s
+TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 
 class Interruption:
     """Handles SIGTERM, SIGINT and SIGUSR1. The first one asks the workers to end; a second SIGTERM or SIGINT, or no end
-    within 25 s of SIGTERM, raises KeyboardInterrupt."""
+    within 27 s of SIGTERM, raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received = 0  # the number of the first signal
+        self.first_end = 0.0  # when the first SIGTERM or SIGINT came
         self.deadline = float("inf")
         self.workers: list[BaseProcess] = []
         for number in SIGNALS:
@@ -52,13 +54,16 @@ class Interruption:
         return bool(self.received) and worker.exitcode == -ASK
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if not self.received:
             self.received = number
-            if number == signal.SIGTERM:
-                self.deadline = time.monotonic() + SIGTERM_SECONDS
             self._ask()
-        elif number in (signal.SIGTERM, signal.SIGINT) and not self._is_saved():
-            raise KeyboardInterrupt
+        if number in (signal.SIGTERM, signal.SIGINT):
+            if not self.first_end:
+                self.first_end = now
+                self.deadline = now + SIGTERM_SECONDS if number == signal.SIGTERM else self.deadline
+            elif now - self.first_end > TWICE_SECONDS and not self._is_saved():
+                raise KeyboardInterrupt
 
     def _is_saved(self) -> bool:
         """True once a worker has ended after a checkpoint, as the others are about to do."""

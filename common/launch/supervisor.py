@@ -5,11 +5,13 @@ share the memory of what was imported. It must not use CUDA, threads or torch's 
 each worker is a fresh interpreter that imports the module itself.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from argparse import Namespace
 from multiprocessing.connection import wait
@@ -18,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from common.console import say
-from common.errors import ExplainedError
+from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
 from common.launch.interruption import Interruption
 from common.launch.layout import Worker
@@ -26,7 +28,7 @@ from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
-KILL_SECONDS = 5.0  # after that, from SIGTERM to SIGKILL
+TELL_SECONDS = 1.0  # for the store to take the cause of an end
 POLL_SECONDS = 0.05
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
@@ -87,7 +89,7 @@ def _wait_for_all(
 ) -> int:
     """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
     running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
-    first_failure, deadline = 0, float("inf")
+    first_failure, deadline, store_answers = 0, float("inf"), True
     while running and time.monotonic() < deadline:
         interruption.require_in_time()
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
@@ -103,8 +105,8 @@ def _wait_for_all(
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
         for process in ended:
-            if process.exitcode:
-                _tell(processes[process], process.exitcode)
+            if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers:
+                store_answers = _tell(processes[process], process.exitcode)
         if any(process.exitcode for process in ended):
             orphans.end(known)
         if overdue := stopped.look(running):
@@ -132,21 +134,26 @@ def _cause(code: int) -> str:
     return f"was ended by {name}" + " (out of memory? see `dmesg`)" * (name == "SIGKILL")
 
 
-def _tell(place: Worker, code: int) -> None:
-    """Let the other ranks know why this worker has ended, if torch is loaded here."""
-    if "torch" in sys.modules:
-        importlib.import_module(ENDED).tell(place, _cause(code))
+def _tell(place: Worker, code: int) -> bool:
+    """Let the other ranks know why this worker has ended, if torch is loaded here. False where the store did not answer
+    in time."""
+    if "torch" not in sys.modules:
+        return False
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended meanwhile
+            importlib.import_module(ENDED).tell(place, _cause(code))
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(TELL_SECONDS)
+    return not thread.is_alive()
 
 
 def _end(processes: list[BaseProcess], known: set[int]) -> None:
-    """No worker outlives its supervisor: SIGTERM, then SIGKILL for those that do not end; nor does what they leave."""
+    """No worker outlives its supervisor, nor does what it leaves. By SIGKILL: in training, SIGTERM asks for a
+    checkpoint, which these workers cannot write any more."""
     alive = [process for process in processes if process.is_alive()]
-    deadline = time.monotonic() + KILL_SECONDS
-    # No join with a timeout: it waits for the sentinel, which the processes that a worker leaves behind keep open.
-    while any(process.is_alive() for process in alive) and time.monotonic() < deadline:
-        for process in alive:
-            process.terminate()  # in training, the first one asks for a checkpoint, and the second one ends it
-        time.sleep(POLL_SECONDS)
     for process in alive:
         process.kill()
         process.join()

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.predict.step import Link
+from common.record.metrics import read_metrics
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -44,11 +45,11 @@ def of_run(folder: Path) -> dict[str, Any]:
     """
     try:
         start = json.loads((folder / "run.json").read_text())["starts"][-1]
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        rows = read_metrics(folder / "metrics.jsonl")
         gradients = (folder / "checkpoints" / "latest" / "model.safetensors").stat().st_size
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"--run {folder}: {error}: name the --out-dir of a run that has ended") from None
-    rows = [row for row in map(json.loads, lines) if row["kind"] == "ranks" and row["step"] >= FIRST_STEP]
+    rows = [row for row in rows if row.get("kind") == "ranks" and row["step"] >= FIRST_STEP]
     if not rows or not all(all(row["shares"]) for row in rows):
         raise UserError(
             f"--run {folder} has not trained for {FIRST_STEP} steps, or has ranks without samples: name another run"
@@ -93,4 +94,5 @@ def slowest_link(links: Sequence[dict[str, Any]]) -> Link | None:
 
 def all_reduces_of(rows: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
     """(bytes, seconds) of each of the doctor's all-reduces that took place."""
-    return tuple((float(row["bytes"]), row["ms"] / 1e3) for row in rows if row["ms"] is not None)
+    found = {float(row["bytes"]): row["ms"] / 1e3 for row in rows if row["ms"] is not None}
+    return tuple(sorted(found.items()))

@@ -51,7 +51,7 @@ class Cluster:
 
     def all_reduce(self, size: float) -> float:
         """Seconds of an all-reduce of `size` bytes over all ranks."""
-        if not self.measured:
+        if len(self.measured) < 2:
             return all_reduce(size, len(self.speeds), self.between if len(self.nodes) > 1 else self.inside)
         pairs = [*pairwise(self.measured)]
         (small, quick), (large, slow) = next((pair for pair in pairs if size <= pair[1][0]), pairs[-1])

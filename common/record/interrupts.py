@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 from common.console import say
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 SIGTERM_SECONDS = 25.0  # schedulers and torchrun send SIGKILL 30 s after SIGTERM
+TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 
 class Interrupts:
@@ -21,12 +23,14 @@ class Interrupts:
     A thread reads the signals, because Python's handlers do not run while the main thread waits in a collective.
     """
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, speaks: bool):
+        self.rank, self.speaks = rank, speaks
         self.received = 0  # the number of the first signal
-        self.previous = {}
-        if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
-            return
+        self.first_end = 0.0  # when the first SIGTERM or SIGINT came
+        self.all_know = False
+        self.previous: dict[int, Any] = {}
+        if os.name == "nt" or threading.current_thread() is not threading.main_thread():
+            return  # only in the main thread signals can be handled
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
@@ -34,12 +38,10 @@ class Interrupts:
         signal.set_wakeup_fd(self.writer)
         os.register_at_fork(after_in_child=self._reset_in_child)
 
-    def ignore(self) -> None:
-        """Heed no signal any more: this process is about to end, and a launcher may ask it to."""
-        if self.previous:
-            signal.set_wakeup_fd(-1)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+    def note_agreement(self) -> None:
+        """All ranks know of the signal, and are about to save: SIGTERM, which a launcher sends to the ranks that are
+        left when the first one has ended, is heeded no more."""
+        self.all_know = True
 
     def close(self) -> None:
         """Handle signals as before."""
@@ -52,18 +54,28 @@ class Interrupts:
 
     def _read(self, reader: int) -> None:
         while numbers := os.read(reader, 1):
-            number = numbers[0]
-            if not self.received:
-                self.received = number
-                if number == signal.SIGTERM:
-                    threading.Thread(target=self._end_in_time, daemon=True).start()
-            elif number in (signal.SIGTERM, signal.SIGINT):
-                self._end(f"{signal.Signals(number).name} again: ending at once", number)
+            if numbers[0] in SIGNALS:  # Python writes the number of every signal that has a handler
+                self._note(numbers[0])
         os.close(reader)
+
+    def _note(self, number: int) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if not self.received:
+            self.received = number
+            if self.speaks:
+                say(f"{name}: saving a checkpoint", self.rank)
+        if number not in (signal.SIGTERM, signal.SIGINT) or (self.all_know and number == signal.SIGTERM):
+            return
+        if not self.first_end:
+            self.first_end = now
+            if number == signal.SIGTERM:
+                threading.Thread(target=self._end_in_time, daemon=True).start()
+        elif now - self.first_end > TWICE_SECONDS:
+            self._end(f"{name} again: ending at once", number)
 
     def _end_in_time(self) -> None:
         time.sleep(SIGTERM_SECONDS)
-        if self.previous:
+        if self.previous and not self.all_know:
             so_long = f"no checkpoint within {SIGTERM_SECONDS:.0f} s of SIGTERM"
             self._end(f"{so_long}: ending without one", signal.SIGTERM)
 

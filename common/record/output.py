@@ -97,6 +97,11 @@ class Output:
             self.said_shares = shares
             self.terminal.line(f"step {self.last_step}: shares by speed: {wording.runs(shares)}")
 
+    def close(self) -> None:
+        """Complete what was written, where the run ends before its last step."""
+        self.terminal.close()
+        self.metrics.close()
+
     def evaluation(self, step: int, numbers: Mapping[str, float], clock: Clock) -> None:
         self.metrics.write("eval", step, training_seconds=round(clock.seconds, 3), **numbers)
 

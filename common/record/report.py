@@ -47,6 +47,7 @@ class Report:
     ):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
         self.untrained_loss, self.trackers, self.precision = untrained_loss, trackers, precision
+        self.has_said_differing = False  # of weights
         self.has_warned = False  # of a loss that backward has not had
         self.clock = Clock()
         self.noted: list[Noted] = []
@@ -56,6 +57,7 @@ class Report:
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
         self.interrupts: Interrupts | None = None  # once training begins
+        self.has_saved = False  # since then
         self.interrupted_by = ""  # a signal and the rank that has received it; the same on every rank
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
@@ -72,7 +74,8 @@ class Report:
                 known = [self.output.so_far()]
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval = known[0]
-        self.clock, self.interrupts = Clock(seconds), Interrupts(self.group.worker.rank)
+        self.clock = Clock(seconds)
+        self.interrupts = Interrupts(self.group.worker.rank, speaks=self.group.worker.local_rank == 0)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -112,6 +115,8 @@ class Report:
         if signalled and not self.interrupted_by:
             rank, number = signalled[0]
             self.interrupted_by = f"{signal.Signals(number).name} on rank {rank}"
+            if self.interrupts:
+                self.interrupts.note_agreement()
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         self._name_not_finite(noted, gathered)
@@ -125,25 +130,27 @@ class Report:
         return done
 
     def _name_not_finite(self, noted: list[Noted], gathered: Gathered) -> None:
-        """Print whose samples have given a loss that is not finite, and whether the step was skipped."""
+        """Print whose samples have given a loss that is not finite, and which steps are skipped."""
         skips = self.precision is not None and self.precision.skips
         for index, one in enumerate(noted):
             finite = gathered.loss_sums[:, index].isfinite()
-            if not finite.all():
-                ranks = (~finite).nonzero().flatten().tolist()
-                ending = ": this step changes nothing (--on-nan skip)" if skips else ""
-                self.line(f"step {one.step}: the loss of rank {', '.join(map(str, ranks))} is not finite{ending}")
+            ranks = (~finite).nonzero().flatten().tolist()
+            if ranks or (skips and not gathered.grad_norms[:, index].isfinite().all()):
+                what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
+                ending = ": this step changes no weight (--on-nan skip)" if skips else ""
+                self.line(f"step {one.step}: {what} is not finite{ending}")
                 if not skips:  # the trainer ends the run here
                     return
 
     def compare_weights(self, step: int, net: torch.nn.Module) -> None:
         """Print which ranks' weights differ, which they must not. Every rank must call this."""
-        if ranks := ranks_that_differ(net):
+        if (ranks := ranks_that_differ(net)) and not self.has_said_differing:
+            self.has_said_differing = True
             who = ", ".join(map(str, ranks))
             self.line(
                 f"warning: after step {step}, the weights of rank {who} are not bit by bit those of the other ranks: "
-                "an error of memory or of a device? (GPUs of different kinds may round differently.) Resume from an "
-                "earlier checkpoint, without that node"
+                "an error of memory or of a device? Or GPUs of different kinds, which may round differently: then "
+                "compare the losses with those of one kind"
             )
 
     def _judge(self, done: list[Done], backpropagated: list[float], first_count: float) -> None:
@@ -165,6 +172,8 @@ class Report:
     def checkpoint_is_due(self, step: int, epoch_ends: bool = False) -> bool:
         """True when an epoch's end, --save-every or a signal has asked for a checkpoint since the last one; the same on
         every rank."""
+        if self.is_interrupted and self.has_saved:
+            self.end_if_interrupted(step - 1)  # for a trainer that has not called it after its checkpoint
         is_due = epoch_ends or self.is_interrupted or self.options.save_every.is_due(step, self.unsaved_seconds)
         self.wants_checkpoint = self.wants_checkpoint or is_due
         return self.wants_checkpoint
@@ -177,8 +186,9 @@ class Report:
     def end_if_interrupted(self, step: int) -> None:
         """After a checkpoint: raise Interrupted on every rank if one of them has received a signal."""
         if self.is_interrupted:
-            if self.interrupts:
-                self.interrupts.ignore()
+            dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
+            if self.output:
+                self.output.close()
             raise Interrupted(
                 f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
                 same_on_every_rank=True,
@@ -190,6 +200,7 @@ class Report:
         with self.clock.saving():
             yield
         self.unsaved_seconds, self.wants_checkpoint = 0.0, False
+        self.has_saved = self.is_interrupted
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Use around an evaluation: its time does not count as training."""

@@ -233,7 +233,7 @@ def ranks_that_differ(net: torch.nn.Module) -> list[int]:
         total = total * 31 + bits.sum(dtype=torch.int64)  # wraps around
     everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, total)
-    sums = [one.item() for one in everyone]
+    sums = torch.stack(everyone).tolist()
     usual = max(sums, key=lambda one: (sums.count(one), -sums.index(one)))
     return [rank for rank, one in enumerate(sums) if one != usual]
 

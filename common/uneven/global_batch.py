@@ -92,9 +92,10 @@ class GlobalBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Update the running statistics; not by a batch of no samples."""
+        """Update the running statistics; not by a batch of no samples, or with one that is not finite."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        is_batch = (count > 0).to(mean.dtype)
+        is_batch = ((count > 0) & (mean + variance).isfinite().all()).to(mean.dtype)  # a step may be skipped
+        mean, variance = mean.nan_to_num(0.0, 0.0, 0.0), variance.nan_to_num(0.0, 0.0, 0.0)
         self.num_batches_tracked += is_batch.to(self.num_batches_tracked.dtype)
         batches = self.num_batches_tracked.to(mean.dtype).clamp(min=1)
         factor = is_batch * (1 / batches if self.momentum is None else self.momentum)

@@ -23,7 +23,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device, on_nan: str = "stop"):
         self.name, self.device = name, device
-        self.skips, self.skipped = on_nan == "skip" and name != "fp16", 0  # fp16's scaler skips such steps itself
+        self.skips, self.skipped = on_nan == "skip", 0
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
@@ -63,7 +63,7 @@ class Precision:
         for one in optimizers:
             self.scaler.unscale_(one)
         norm = clip_grad_norm_(model.parameters(), clip_norm)
-        if self.skips and self._is_skipped(norm):
+        if self.skips and self.name != "fp16" and self._is_skipped(norm):  # fp16's scaler skips such steps itself
             return norm
         for one in optimizers:
             self.scaler.step(one)

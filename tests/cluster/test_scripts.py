@@ -181,7 +181,7 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, tm
     slurm("scancel", "--signal=USR1", number).result(30)
     wait_until(lambda: state() == "PENDING")
     slurm("scontrol", "update", f"JobId={number}", "StartTime=now").result(30)  # Slurm would wait two minutes
-    wait_until(lambda: not state(), 110)
+    wait_until(lambda: "done     3000 steps" in log.read_text(), 110)
     said = log.read_text()
     assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
     assert len(losses(tmp_path / "run")) == 3000
