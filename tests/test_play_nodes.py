@@ -34,7 +34,8 @@ def test_it_plays_the_doctor_whose_tables_come_out_whole(tmp_path):
     assert re.search(r"^node 0 \(.*\) -> node 1 \(.*\) +[\d.]+ ms +[\d.]+ [MG]bit/s +-?[\d.]+ ms$", by_node[0], re.M)
     assert re.search(r"^64 MB +[\d.]+ ms +[\d.]+ GB/s$", by_node[0], re.M)
     assert "the tables are on node 0" in by_node[1]
-    assert all("fit to train" in text.splitlines()[-1] for text in by_node.values()), result.output
+    assert all("fit to train: nothing found" in text.splitlines() for text in by_node.values()), result.output
+    assert "advice   for BERT-base" in by_node[0] and "advice" not in by_node[1]
 
 
 def test_a_failure_of_the_nodes_is_the_commands(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from common.console import say
 from common.errors import Interrupted
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
@@ -57,6 +58,8 @@ class Interruption:
         now = time.monotonic()
         if not self.received:
             self.received = number
+            if number != ASK:
+                say(f"{signal.Signals(number).name}: asking the workers of this node to end; once more ends at once")
             self._ask()
         if number in (signal.SIGTERM, signal.SIGINT):
             if not self.first_end:

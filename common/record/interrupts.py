@@ -63,7 +63,8 @@ class Interrupts:
         if not self.received:
             self.received = number
             if self.speaks:
-                say(f"{name}: saving a checkpoint", self.rank)
+                again = "" if name == "SIGUSR1" else "; once more ends at once"
+                say(f"{name}: saving a checkpoint{again}", self.rank)
         if number not in (signal.SIGTERM, signal.SIGINT) or (self.all_know and number == signal.SIGTERM):
             return
         if not self.first_end:
