@@ -5,9 +5,11 @@ values, benchmarks/fuzz.py a hundred thousand.
 """
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from common.record.metrics import read_metrics
 from mnist_ddp import data
 
 FOLDER = Path(tempfile.mkdtemp(prefix="uneven-fuzz-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 REFUSALS = (ExplainedError, argparse.ArgumentTypeError)
 
 

@@ -29,7 +29,6 @@ from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
 TELL_SECONDS = 1.0  # for the store to take the cause of an end
-POLL_SECONDS = 0.05
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
 INTERRUPTED = 130  # as shells report SIGINT

@@ -11,10 +11,9 @@ import time
 from typing import Any
 
 from common.console import say
+from common.launch.interruption import SIGNALS, TWICE_SECONDS
 
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 SIGTERM_SECONDS = 25.0  # schedulers and torchrun send SIGKILL 30 s after SIGTERM
-TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 
 class Interrupts:
