@@ -229,7 +229,8 @@ def ranks_that_differ(net: torch.nn.Module) -> list[int]:
     this."""
     total = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
     for one in net.parameters():
-        bits = one.detach().view(BITS[one.element_size()])
+        numbers = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+        bits = numbers.view(BITS[numbers.element_size()])
         total = total * 31 + bits.sum(dtype=torch.int64)  # wraps around
     everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, total)
