@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from common.errors import RunError, before_exit
 from common.join import ended
+from common.join.connections import Connections
 from common.join.view import node_of, ranges
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
@@ -67,11 +68,12 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store) -> Iterator[None]:
+def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, connections: Connections) -> Iterator[None]:
     """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it. Where
     this rank fails by itself, post the cause for the others.
 
-    This takes a few seconds at most. `views` are those of all ranks, by rank.
+    This takes a few seconds at most. `views` are those of all ranks, by rank; `connections` those between them, which
+    are closed then, so that all survivors search at the same time.
     """
     try:
         yield
@@ -81,6 +83,7 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store) -> It
                 cause = ended.cause_of(error)
                 _within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
+        connections.close()
         search = _Search(worker, views, store, str(error))
         explained = RunError(search.run())
         before_exit(explained, search.linger)

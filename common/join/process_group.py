@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from common.errors import ExplainedError, UserError, before_exit
 from common.join import devices, network
+from common.join.connections import Connections
 from common.join.handshake import shake_hands
 from common.join.leader import LINGER_SECONDS
 from common.join.lost import naming_lost_rank, naming_lost_store
@@ -151,8 +152,10 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
     group = Group(worker, device, backend, joined.views, joined.store, address, options)
-    with naming_lost_rank(worker, joined.views, joined.store):
+    connections = Connections()
+    with naming_lost_rank(worker, joined.views, joined.store, connections):
         connect(worker, options, device, backend, joined)
+        connections.note()
         try:
             yield group
         except ExplainedError as error:

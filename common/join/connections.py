@@ -1,0 +1,38 @@
+"""The connections between the ranks, which a rank closes when it has lost contact with another one.
+
+A survivor in a collective waits only for its neighbours, which may be survivors too: it would not notice that a rank is
+lost before they end. torch closes gloo's connections with the last reference to the process group, which DDP and the
+frames of the training loop hold.
+"""
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+import psutil
+
+
+class Connections:
+    """Make one before the ranks are connected; `note` those that were opened since, when they are."""
+
+    def __init__(self) -> None:
+        self.before = _established()
+        self.ours: set[Any] = set()
+
+    def note(self) -> None:
+        self.ours = _established() - self.before
+
+    def close(self) -> None:
+        """Shut them down: this rank's collectives fail now, and then those of the ranks that wait for it."""
+        for connection in self.ours & _established():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+
+
+def _established() -> set[Any]:
+    try:
+        found = psutil.Process().net_connections("tcp")
+    except psutil.Error:  # not allowed here
+        return set()
+    return {connection for connection in found if connection.status == psutil.CONN_ESTABLISHED}
