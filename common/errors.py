@@ -1,6 +1,7 @@
 """Errors that a person can fix: printed in one line, without a traceback, with an exit code of their own."""
 
 from collections.abc import Callable
+from typing import Any
 
 
 class ExplainedError(Exception):
@@ -32,11 +33,30 @@ class RunError(ExplainedError):
     exit_code = 1
 
 
+class RankLost(RunError):
+    """A rank has died, frozen or was cut off."""
+
+
 class Interrupted(ExplainedError):
     """A signal has ended the run, after a checkpoint. Exit code 75, as EX_TEMPFAIL of sysexits.h: start it again."""
 
     exit_code = 75
     kind = "interrupted"
+
+
+class RunEnded(ExplainedError):
+    """The run is over, and this process, which waited to be let in, has nothing to do. Exit code 0."""
+
+    exit_code = 0
+    kind = "ended"
+
+
+class MembersChanged(Exception):
+    """Ranks were lost or have come (--elastic): go on as `worker`, from the state of the optimisation in memory."""
+
+    def __init__(self, worker: Any):
+        super().__init__("the members of the run have changed")
+        self.worker = worker
 
 
 def before_exit(error: BaseException, action: Callable[[], None]) -> None:

@@ -107,9 +107,28 @@ def train(worker: Worker, args: Namespace) -> None:
         def is_good_enough() -> bool:
             return args.target_accuracy is not None and report.last_eval.get("accuracy", 0.0) >= args.target_accuracy
 
+        def epoch_ends() -> bool:
+            return step == total_steps or step % plan.steps_per_epoch == 0
+
+        def finish(evaluates: bool) -> None:
+            """What may be due after a step: write what the ranks have noted, evaluate, save."""
+            saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
+            if saves or report.is_due:
+                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                    precision.require_finite(done.step, done.loss, done.grad_norm)
+            if evaluates and report.evaluated_step != step:
+                with report.pause():
+                    numbers = evaluate(net, test_loader, precision, device)
+                report.evaluation(step, **numbers)
+            if saves:
+                save()
+                report.end_if_interrupted(step)  # by a signal
+
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         facts = {"data": f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images"}
         report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
+        if report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
+            finish(epoch_ends())
         while step < total_steps and not is_good_enough():
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
@@ -132,22 +151,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = nodes.end_step(epoch_ends, now=step == total_steps or report.is_interrupted)
+                evaluates = nodes.end_step(epoch_ends(), now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, lr, grad_norm)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
-                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
-                if saves or report.is_due:
-                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
-                        precision.require_finite(done.step, done.loss, done.grad_norm)
-                if evaluates:
-                    with report.pause():
-                        numbers = evaluate(net, test_loader, precision, device)
-                    report.evaluation(step, **numbers)
-                if saves:
-                    save()
-                    report.end_if_interrupted(step)  # by a signal
+                finish(evaluates)
                 if step == total_steps or (evaluates and is_good_enough()):
                     break
         if is_good_enough():

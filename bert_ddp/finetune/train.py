@@ -132,10 +132,33 @@ def train(worker: Worker, args: Namespace) -> None:
                     training = parts if into == "checkpoints" else {}
                     checkpoint.save(folder / into, step, net, state, keep, write_extra, **training)
 
+        def epoch_ends() -> bool:
+            return step == total_steps or step % plan.steps_per_epoch == 0
+
+        def finish(evaluates: bool) -> None:
+            """What may be due after a step: write what the ranks have noted, evaluate, save."""
+            nonlocal best_score
+            saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
+            if saves or report.is_due:
+                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                    precision.require_finite(done.step, done.loss, done.grad_norm)
+            if evaluates and report.evaluated_step != step:
+                with report.pause():
+                    numbers = evaluate(net, found.held_out["dev"], eval_batch, group, precision, in_turn).numbers
+                if numbers[measure] > best_score:  # before the row: a run that is lost in between evaluates again
+                    best_score = numbers[measure]
+                    save("best", 1, **{measure: best_score})
+                report.evaluation(step, **numbers)
+            if saves:
+                save("checkpoints", args.keep)
+                report.end_if_interrupted(step)  # by a signal
+
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         report.open_together(
             folder, step, total_steps, micro_batches=sizes, task=f"{args.task} from {source}", data=found.facts
         )
+        if report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
+            finish(epoch_ends())
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
@@ -156,25 +179,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                evaluates = nodes.end_step(epoch_ends, now=step == total_steps or report.is_interrupted)
+                evaluates = nodes.end_step(epoch_ends(), now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, float(lr), grad_norm, count)
                 balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 
-                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
-                if saves or report.is_due:
-                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
-                        precision.require_finite(done.step, done.loss, done.grad_norm)
-                if evaluates:
-                    with report.pause():
-                        numbers = evaluate(net, found.held_out["dev"], eval_batch, group, precision, in_turn).numbers
-                    report.evaluation(step, **numbers)
-                    if numbers[measure] > best_score:  # before the checkpoint: a run killed in between evaluates again
-                        best_score = numbers[measure]
-                        save("best", 1, **{measure: best_score})
-                if saves:
-                    save("checkpoints", args.keep)
-                    report.end_if_interrupted(step)  # by a signal
+                finish(evaluates)
                 if step == total_steps:
                     break
 

@@ -124,9 +124,31 @@ def train(worker: Worker, args: Namespace) -> None:
                     state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
                     checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
 
+        def epoch_ends() -> bool:
+            return step == total_steps or step % plan.steps_per_epoch == 0
+
+        def evaluation_is_due() -> bool:
+            return epoch_ends() or bool(args.eval_every and step % args.eval_every == 0)
+
+        def finish(evaluates: bool) -> None:
+            """What may be due after a step: write what the ranks have noted, evaluate, save."""
+            saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
+            if saves or evaluates or report.is_due:
+                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                    precision.require_finite(done.step, done.loss, done.grad_norm)
+            if evaluates and report.evaluated_step != step:
+                with report.pause():
+                    numbers = evaluate(net, test_loader, precision, device)
+                report.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
+            if saves:
+                save()
+                report.end_if_interrupted(step)  # by a signal
+
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)
         facts = {"data": text.describe()}
         report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
+        if report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
+            finish(evaluation_is_due())
         while step < total_steps:
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
@@ -151,23 +173,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
-                is_due = epoch_ends or (args.eval_every and step % args.eval_every == 0)
-                evaluates = nodes.end_step(is_due, now=step == total_steps or report.is_interrupted)
+                evaluates = nodes.end_step(evaluation_is_due(), now=step == total_steps or report.is_interrupted)
                 report.note(step, loss_sum, lr, grad_norm, count)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 
-                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
-                if saves or evaluates or report.is_due:
-                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
-                        precision.require_finite(done.step, done.loss, done.grad_norm)
-                if evaluates:
-                    with report.pause():
-                        numbers = evaluate(net, test_loader, precision, device)
-                    report.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
-                if saves:
-                    save()
-                    report.end_if_interrupted(step)  # by a signal
+                finish(evaluates)
                 if step == total_steps:
                     break
         report.summary(step)

@@ -26,8 +26,10 @@ class Connections:
     def close(self) -> None:
         """Shut them down: this rank's collectives fail now, and then those of the ranks that wait for it."""
         for connection in self.ours & _established():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as ours:
-                ours.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as same:
+                # gloo closes its sockets when one fails: another connection may have got this number meanwhile
+                if same.getpeername()[:2] == connection.raddr and same.getsockname()[:2] == connection.laddr:
+                    same.shutdown(socket.SHUT_RDWR)
 
 
 def _established() -> set[Any]:

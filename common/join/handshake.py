@@ -26,7 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import RunError, UserError
+from common.errors import RankLost, UserError
 from common.join import meeting_file
 from common.join.ended import CURRENT
 from common.join.leader import LINGER_SECONDS, Leader
@@ -37,9 +37,23 @@ from common.join.waiting import Every, poll
 from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
+LEADER = "members"  # the key that says where the rank that leads the members of a run is (--elastic)
 DOUBT_SECONDS = 1.0  # between two checks, without a challenge, whether this store's run is complete
 OTHER_SECRET = "this rank has another secret (--secret-file, UNEVEN_DDP_SECRET)"
 LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file:// that other machines cannot see
+
+
+class RunUnderWay(Exception):
+    """The members of a run that is under way may let this process in (--elastic)."""
+
+    def __init__(self, leader: str):
+        super().__init__(leader)
+        self.leader = leader  # where the rank that leads them is
+
+
+def leader_in(store: dist.Store) -> str:
+    """Where the rank that leads the members of a run is, by a store; empty where it does not say."""
+    return store.get(LEADER).decode() if store.check([LEADER]) else ""
 
 
 @dataclass(frozen=True)
@@ -59,26 +73,37 @@ def shake_hands(
     leads: bool,
     secret: bytes = b"",
     generation: int = 0,
+    elastic: bool = False,
 ) -> Verdict:
     """Agree with all other ranks. Every rank must call this.
 
-    Raises UserError on every rank when the views differ, RunError when a rank is missing at --join-timeout.
+    Raises UserError on every rank when the views differ, RankLost when a rank is missing at --join-timeout, and
+    RunUnderWay where, with `elastic`, the run has begun already.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
-    return _Handshake(worker, join, view, join_timeout_seconds, leads, secret).run(store, generation)
+    under_way = store if elastic and not generation else None
+    return _Handshake(worker, join, view, join_timeout_seconds, leads, secret, under_way).run(store, generation)
 
 
 class _Handshake:
     """One rank's side of the handshake."""
 
     def __init__(
-        self, worker: Worker, store: dist.Store, view: dict, join_timeout_seconds: float, leads: bool, secret: bytes
+        self,
+        worker: Worker,
+        store: dist.Store,
+        view: dict,
+        join_timeout_seconds: float,
+        leads: bool,
+        secret: bytes,
+        under_way: dist.Store | None,
     ):
+        self.under_way = under_way  # says where a run that has begun already is led; None where none lets us in
         self.worker, self.store, self.view, self.secret = worker, store, view, secret
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
         # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
-        self.can_block = worker.local_rank > 0 and not leads and not self.store_may_outlive_run
+        self.can_block = worker.local_rank > 0 and not (leads or self.store_may_outlive_run or under_way)
         self.on_local_disk = _advice_for_local_disk(worker)
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
         self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
@@ -99,12 +124,12 @@ class _Handshake:
             self.leader.decide(self._too_late(self.leader.missing()), missing=True)
             verdict = poll(self._advance, LINGER_SECONDS)
         if verdict is None:
-            raise RunError(self._too_late("rank 0"), same_on_every_rank=True)
+            raise RankLost(self._too_late("rank 0"), same_on_every_rank=True)
         self.store.add(f"{self.token}/heard", 1)
         if self.leader:
             self.leader.linger(verdict)
         if problem := verdict.get("problem"):
-            raise (RunError if verdict.get("missing") else UserError)(problem, same_on_every_rank=True)
+            raise (RankLost if verdict.get("missing") else UserError)(problem, same_on_every_rank=True)
         holder = verdict["views"][self.worker.rank]
         if holder["nonce"] != self.view["nonce"] and holder["entry"] == self.entry:
             raise UserError(f"{self.worker.layout.init_method} has given the verdict of another run: is it ours?")
@@ -117,6 +142,8 @@ class _Handshake:
 
     def _advance(self) -> dict | None:
         """Answer a new challenge; return the verdict once it is posted. On rank 0, let the leader advance too."""
+        if self.under_way and (leader := leader_in(self.under_way)):
+            raise RunUnderWay(leader)
         if self.leader:
             self.leader.advance()
         if self.token and (verdict := self._await(f"{self.token}/verdict")):
@@ -166,7 +193,7 @@ class _Handshake:
 
     def _refuse_complete_run(self) -> None:
         """Raise UserError if the run on this store, which rank 0 of that run serves, has all its ranks already."""
-        if self.token or self.leader or self.store_may_outlive_run:
+        if self.token or self.leader or self.store_may_outlive_run or self.under_way:
             return
         if taken := self._read("closed"):
             places = json.loads(taken)

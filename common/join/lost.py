@@ -18,10 +18,10 @@ from typing import TypeVar
 import psutil
 import torch.distributed as dist
 
-from common.errors import RunError, before_exit
+from common.errors import RankLost, RunError, before_exit
 from common.join import ended
 from common.join.connections import Connections
-from common.join.view import node_of, ranges
+from common.join.view import node_of, places
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
@@ -33,7 +33,7 @@ ANSWER_SECONDS = 1.0  # for the store, after that
 LINGER_SECONDS = 4.0  # rank 0, whose process may serve the store, stays this long for the other survivors
 
 # parts of the errors that gloo, NCCL and the store raise on the surviving ranks
-TIMEOUTS = ("Timed out waiting", "timed out after")
+TIMEOUTS = ("Timed out waiting", "timed out after", "Application timeout caused pair closure")
 LOST_CONTACT = (
     *TIMEOUTS,
     "closed by peer",
@@ -56,7 +56,7 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_contact_lost(error):
+        if not is_contact_lost(error):
             raise
         host = _host_of_store(worker)
         lost = (
@@ -78,20 +78,21 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, conne
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if not (isinstance(error, RuntimeError) and _is_contact_lost(error)):
+        if not is_contact_lost(error):
             if worker.world_size > 1 and not getattr(error, "same_on_every_rank", False):
                 cause = ended.cause_of(error)
-                _within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
+                within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
         connections.close()
         search = _Search(worker, views, store, str(error))
-        explained = RunError(search.run())
+        explained = RankLost(search.run())
         before_exit(explained, search.linger)
         raise explained from None
 
 
-def _is_contact_lost(error: RuntimeError) -> bool:
-    return any(sign in str(error) for sign in LOST_CONTACT)
+def is_contact_lost(error: BaseException) -> bool:
+    """True for an error that torch raises because another rank, or the store, does not answer."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
 
 
 def _host_of_store(worker: Worker) -> str:
@@ -119,7 +120,7 @@ class _Search:
     def run(self) -> str:
         """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
         frozen rank 0 never answers."""
-        return _within(SEARCH_SECONDS + ANSWER_SECONDS, self._search) or self._without_store(is_gone=False)
+        return within(SEARCH_SECONDS + ANSWER_SECONDS, self._search) or self._without_store(is_gone=False)
 
     def linger(self) -> None:
         """Rank 0 waits until the other survivors no longer need the store."""
@@ -133,7 +134,7 @@ class _Search:
             self.store.set(f"lost/survivor/{self.worker.rank}", json.dumps(self.known))
             if causes := poll(self._find_ended, SEARCH_SECONDS):
                 self.lost = sorted(causes)
-                return f"lost {self._places(self.lost)}: {_in_words(causes)}; {self._see_log()}"
+                return f"lost {self._places(self.lost)}: {in_words(causes)}; {self._see_log()}"
             return self._describe_silent()
         except RuntimeError:
             return self._without_store(is_gone=True)
@@ -193,18 +194,10 @@ class _Search:
         return "see the log of that node" if len(nodes) == 1 else "see the logs of those nodes"
 
     def _places(self, ranks: list[int], joint: str = "and") -> str:
-        """Ranks by node: "ranks 3 to 4, node 1 (nodeb)"."""
-        nodes: dict[tuple[int, str], list[int]] = {}
-        for rank in ranks:
-            nodes.setdefault(node_of(self.views[rank]), []).append(rank)
-        return f" {joint} ".join(self._ranks_of(*node, here) for node, here in nodes.items())
-
-    def _ranks_of(self, node_rank: int, host: str, ranks: list[int]) -> str:
-        named = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
-        return f"{named}, node {node_rank} ({host})" if self.worker.layout.nodes else f"{named} on {host}"
+        return places((self.views[rank] for rank in ranks), joint)
 
 
-def _in_words(causes: dict[int, str]) -> str:
+def in_words(causes: dict[int, str]) -> str:
     """Why these ranks have ended: one cause for all, or one for each."""
     if len(set(causes.values())) == 1:
         cause = next(iter(causes.values()))
@@ -212,7 +205,7 @@ def _in_words(causes: dict[int, str]) -> str:
     return "; ".join(f"rank {rank} {cause or 'has ended'}" for rank, cause in sorted(causes.items()))
 
 
-def _within(seconds: float, action: Callable[[], Found]) -> Found | None:
+def within(seconds: float, action: Callable[[], Found]) -> Found | None:
     """What `action` returns; None where it fails or takes longer. A thread runs it, because a store may not answer."""
     found: list[Found] = []
 

@@ -9,19 +9,21 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from common.errors import ExplainedError, UserError, before_exit
+from common.errors import ExplainedError, RankLost, UserError, before_exit
 from common.join import devices, network
 from common.join.connections import Connections
-from common.join.handshake import shake_hands
+from common.join.handshake import RunUnderWay, shake_hands
 from common.join.leader import LINGER_SECONDS
-from common.join.lost import naming_lost_rank, naming_lost_store
+from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store
+from common.join.members import LetIn, Membership, open_members
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -30,6 +32,7 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
 LEAVE_SECONDS = 10.0
+REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all there
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Group:
     address: str  # where the ranks have met: tcp://host:port or file:///path
     options: JoinOptions
     turns: dict[str, Turn] = field(default_factory=dict)  # by name, all that have been entered
+    members: Membership | None = None  # with --elastic
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 
     @contextlib.contextmanager
     def others_wait(self, what: str) -> Iterator[None]:
@@ -131,6 +136,10 @@ class Group:
         """True if this rank knows of an announced failure."""
         return any(turn.failure for turn in self.turns.values())
 
+    def let_in(self) -> NoReturn:
+        """Between two steps: end this generation, and let processes in that wait. Every rank must call this."""
+        raise LetIn
+
     def _turn(self, what: str) -> Turn:
         name = f"{what}/{len(self.turns)}"
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
@@ -146,14 +155,24 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     a rank is lost.
     """
     device, backend, problem = choose(worker, options)
-    opened = open_store(worker, options)
-    with naming_lost_store(worker):
-        joined = join(worker, options, opened, device, backend, problem)
+    members: Membership | None = None
+    if options.elastic:
+        opened, members = open_members(worker, options)
+        joined = _join_members(members, worker, options, opened, device, backend, problem)
+    else:
+        opened = open_store(worker, options)
+        with naming_lost_store(worker):
+            joined = join(worker, options, opened, device, backend, problem)
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
-    group = Group(worker, device, backend, joined.views, joined.store, address, options)
+    group = Group(worker, device, backend, joined.views, joined.store, address, options, members=members)
     connections = Connections()
-    with naming_lost_rank(worker, joined.views, joined.store, connections):
+    lost = (
+        members.surviving(worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined))
+        if members
+        else naming_lost_rank(worker, joined.views, joined.store, connections)
+    )
+    with lost, group.at_end:
         connect(worker, options, device, backend, joined)
         connections.note()
         try:
@@ -198,6 +217,7 @@ def join(
     backend: str,
     problem: str = "",
     generation: int = 0,
+    members: Membership | None = None,
 ) -> Joined:
     """Do the handshake with all ranks, without connecting them yet. Every rank must call this.
 
@@ -206,15 +226,47 @@ def join(
     `generation` on every rank.
     """
     addresses = {"own": opened.own_address, "master": opened.master_address}
+    if members:
+        addresses["standby"] = members.address
+        if backend == "nccl":
+            problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
     with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)"):
-        verdict = shake_hands(worker, opened.store, view, seconds, opened.leads, options.secret, generation)
+        where = opened.store, view, seconds, opened.leads, options.secret, generation
+        verdict = shake_hands(worker, *where, elastic=members is not None)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
     _name_interface(options, own)
     return Joined(verdict.store, verdict.views, own)
+
+
+def _join_members(
+    members: Membership,
+    worker: Worker,
+    options: JoinOptions,
+    opened: OpenStore,
+    device: torch.device,
+    backend: str,
+    problem: str,
+) -> Joined:
+    """As `join`, for ranks that come and go. Raises MembersChanged where a run is under way, and where a member is lost
+    while the next generation joins."""
+    if not members.generation:
+        try:
+            with naming_lost_store(worker):
+                return join(worker, options, opened, device, backend, problem, members=members)
+        except RunUnderWay as run:
+            leader = run.leader
+        raise members.enter(leader)
+    soon = replace(options, join_timeout_seconds=min(options.join_timeout_seconds, REJOIN_SECONDS))
+    try:
+        return join(worker, soon, opened, device, backend, problem, members.generation, members)
+    except (RankLost, RuntimeError) as error:
+        if not (isinstance(error, RankLost) or is_contact_lost(error)):
+            raise
+    raise members.meet(lambda states: "a member was lost while the ranks joined")
 
 
 def _name_interface(options: JoinOptions, own_address: str) -> None:

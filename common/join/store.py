@@ -83,9 +83,7 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
     """Rank 0: serve the store in this process, and print the command for each other node."""
     timeout = timedelta(seconds=options.join_timeout_seconds)
     try:
-        listens: dict[str, Any] = {"master_listen_fd": _listen_at(host, port)} if _is_address(host) else {}
-        server = "localhost" if host == "0.0.0.0" else host
-        store = dist.TCPStore(server, port, is_master=True, timeout=timeout, wait_for_workers=False, **listens)
+        store = serve(host, port, timeout)
     except (OSError, RuntimeError) as error:  # torch's DistNetworkError is a RuntimeError
         if "in use" not in str(error):
             raise
@@ -101,6 +99,13 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
             say(f"on node {node} run: {_command_for(node, address, port)}", worker.rank)
     alone = worker.layout.nodes == 1 and not options.interface
     return OpenStore(store, "127.0.0.1" if alone else own, "", leads=True)
+
+
+def serve(host: str, port: int, timeout: timedelta = timedelta(seconds=300)) -> dist.TCPStore:
+    """A store that this process serves at an address of this machine. Raises OSError or RuntimeError."""
+    listens: dict[str, Any] = {"master_listen_fd": _listen_at(host, port)} if _is_address(host) else {}
+    server = "localhost" if host == "0.0.0.0" else host
+    return dist.TCPStore(server, port, is_master=True, timeout=timeout, wait_for_workers=False, **listens)
 
 
 def _is_address(host: str) -> bool:
@@ -123,6 +128,17 @@ def _listen_at(host: str, port: int) -> int:
         listener.close()
         raise
     return listener.detach()
+
+
+def serve_at(host: str) -> tuple[dist.TCPStore, int]:
+    """A store that this process serves at this address, and its port, which the system has chosen."""
+    listener = _listen_at(host, 0)
+    with socket.socket(fileno=os.dup(listener)) as same:
+        port = same.getsockname()[1]
+    timeout = timedelta(seconds=300)
+    return dist.TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+    ), port
 
 
 def _name_run(store: dist.Store, worker: Worker) -> None:

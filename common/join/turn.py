@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import ExplainedError, RunError, UserError, before_exit
+from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
+from common.join.lost import is_contact_lost
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
@@ -77,7 +78,11 @@ class Turn:
             with self.lock:
                 if self.failure:  # another rank was first, and has announced it
                     raise
-                self.failure = {"message": str(error) or type(error).__name__, "mistake": isinstance(error, UserError)}
+                self.failure = {
+                    "message": str(error) or type(error).__name__,
+                    "mistake": isinstance(error, UserError),
+                    "lost": isinstance(error, RankLost) or is_contact_lost(error),
+                }
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set("failed", json.dumps(self.failure))
                 self.store.add("heard", 1)
@@ -125,7 +130,7 @@ class Turn:
     def raise_failure(self) -> None:
         """Raise the failure that a rank has announced, if there is one."""
         if failure := self.known_failure():
-            kind: type[ExplainedError] = UserError if failure["mistake"] else RunError
+            kind: type[ExplainedError] = UserError if failure["mistake"] else RankLost if failure["lost"] else RunError
             error = kind(failure["message"], same_on_every_rank=True)
             before_exit(error, self._linger)
             raise error
@@ -144,7 +149,7 @@ class Turn:
                     last[rank] = beats, now
                 elif now - since > self.timeout_seconds:
                     silence = f"has had no heartbeat for {self.timeout_seconds:.0f} s (--timeout)"
-                    raise RunError(f"{place(self.views[rank])} {silence}: see its log")
+                    raise RankLost(f"{place(self.views[rank])} {silence}: see its log")
 
         return check
 

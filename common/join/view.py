@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ def view_of(
     return {
         "rank": worker.rank,
         "local_rank": worker.local_rank,
+        "original": worker.membership.original.rank if worker.membership else worker.rank,
         "nodes": worker.layout.nodes,
         "node_rank": worker.node_rank,
         "host": socket.gethostname(),
@@ -48,7 +50,7 @@ def read_view(content: str) -> dict | None:
     try:
         view = json.loads(content)
         texts = [view[name] for name in ("host", "source", "gpu", "problem", "device", "pid_space", "nonce")]
-        numbers = [view[name] for name in ("rank", "local_rank", "node_rank", "nodes", "pid", "entry")]
+        numbers = [view[name] for name in ("rank", "local_rank", "original", "node_rank", "nodes", "pid", "entry")]
         sections = [view["addresses"], *(view[section] for section in COMPARED)]
         is_right = all(isinstance(one, str) for one in texts) and all(type(one) is int for one in numbers)
         is_right = is_right and all(isinstance(one, str) for section in sections for one in section.values())
@@ -86,6 +88,18 @@ def place(view: dict) -> str:
     if view["nodes"] == 0:  # the launcher does not number the nodes
         return f"{view['host']} (rank {view['rank']})"
     return f"node {view['node_rank']} ({view['host']}, rank {view['rank']})"
+
+
+def places(views: Iterable[dict], joint: str = "and") -> str:
+    """Where several ranks are, by node: "ranks 3 to 4, node 1 (nodeb)"."""
+    nodes: dict[tuple[int, str], list[dict]] = {}
+    for view in views:
+        nodes.setdefault(node_of(view), []).append(view)
+    named = []
+    for (node_rank, host), here in nodes.items():
+        ranks = f"rank{'s' * (len(here) > 1)} {ranges([view['rank'] for view in here])}"
+        named.append(f"{ranks}, node {node_rank} ({host})" if here[0]["nodes"] else f"{ranks} on {host}")
+    return f" {joint} ".join(named)
 
 
 def difference(first: dict, other: dict, sections: tuple[str, ...] = COMPARED) -> str | None:

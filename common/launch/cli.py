@@ -34,7 +34,7 @@ LAYOUT = {field.name for field in fields(LayoutFlags)}
 # may change when a run is resumed: where and how it computes, and how long, but not what it optimises
 MAY_CHANGE = {
     *LAYOUT,
-    *("interface", "join_timeout", "timeout", "work_timeout", "backend", "secret_file"),
+    *("interface", "join_timeout", "timeout", "work_timeout", "backend", "secret_file", "elastic"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
     *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit", "on_nan"),
@@ -210,6 +210,13 @@ def add_training_flags(
     on_nan = "end at a gradient that is not finite, or leave its step out"
     group.add_argument("--on-nan", choices=("stop", "skip"), default="stop", help=on_nan)
     group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    members = parser.add_argument_group("members that come and go")
+    members.add_argument(
+        "--elastic",
+        type=values.positive_int,
+        metavar="MIN",
+        help="when ranks are lost, go on with those that are left, at least MIN; take them back when they return",
+    )
     return group
 
 
@@ -253,12 +260,47 @@ def check_training(args: argparse.Namespace, layout: Layout) -> None:
         )
     if "compress" in args:
         _check_links(args)
+    if args.elastic:
+        _check_elastic(args, layout)
     for flag, numbers in (("--shares", args.shares), ("--micro-batch", args.micro_batch)):
         if isinstance(numbers, tuple) and len(numbers) != layout.world_size:
             raise UserError(
                 f"{flag} has {count(len(numbers), 'number')}, but the job has {count(layout.world_size, 'rank')}: "
                 "give each rank one"
             )
+
+
+def _check_elastic(args: argparse.Namespace, layout: Layout) -> None:
+    """Raises UserError where a loss could not be survived."""
+    if layout.launched:
+        raise UserError(
+            f"--elastic {args.elastic} under {layout.source}, which ends a job that has lost a process: leave it out, "
+            "and let the restarted job go on with --resume; or start with -n, -g and -i"
+        )
+    if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
+        raise UserError(f"--elastic {args.elastic} needs a tcp:// address to meet at, not {layout.init_method}")
+    if args.elastic > layout.world_size:
+        raise UserError(
+            f"--elastic {args.elastic}, but the job has {count(layout.world_size, 'rank')}: give how many must be left"
+        )
+    if getattr(args, "sync_every", None):
+        raise UserError("--elastic with --sync-every: the nodes' own weights would be lost with them: leave one out")
+    if getattr(args, "compress", "off").startswith("powersgd"):
+        raise UserError(
+            f"--elastic with --compress {args.compress}: what a rank has not sent yet would be lost with it: use bf16"
+        )
+
+
+def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: int) -> argparse.Namespace:
+    """The flags for ranks that were `originals` when the job was started with `started` ranks: with the same global
+    batch, and their own shares and micro-batches."""
+    changed = argparse.Namespace(**vars(args))
+    if getattr(args, "batch_per_gpu", None):
+        changed.global_batch, changed.batch_per_gpu = args.batch_per_gpu * started, None
+    for name in ("shares", "micro_batch"):
+        if isinstance(numbers := getattr(args, name, None), tuple):
+            setattr(changed, name, tuple(numbers[rank] for rank in originals))
+    return changed
 
 
 def _check_links(args: argparse.Namespace) -> None:
@@ -353,6 +395,7 @@ def join_options(args: argparse.Namespace) -> JoinOptions:
         timeout_seconds=args.timeout,
         work_timeout_seconds=args.work_timeout,
         secret=_secret(args.secret_file),
+        elastic=getattr(args, "elastic", None),
         agreed_flags={f"--{name.replace('_', '-')}": shown(value) for name, value in agreed.items()},
     )
 

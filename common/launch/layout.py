@@ -1,6 +1,7 @@
 """`Layout`: one node's view of the job. `Worker`: one process's place in it. Both are the same for any launcher."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Worker:
     rank: int
     local_rank: int
     device_index: int
+    membership: Any = None  # of a rank that goes on after a change of the members (--elastic)
+    originals: tuple[int, ...] = ()  # for each rank that goes on, its rank as the launcher has placed it
+    board: Any = None  # what the workers of this node and their supervisor tell each other (--elastic)
+    predecessor: str = ""  # how the process has ended that this one replaces
 
     @property
     def world_size(self) -> int:

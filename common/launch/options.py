@@ -36,6 +36,7 @@ class JoinOptions:
     timeout_seconds: float = 600.0  # of one collective, and of a rank without a heartbeat
     work_timeout_seconds: float = 7200.0  # of one rank's own work that the others wait for
     secret: bytes = b""  # of the job: processes without it are not let in
+    elastic: int | None = None  # go on after the loss of ranks, while at least so many are left
     agreed_flags: Mapping[str, str] | None = None  # flag -> value as typed; the join compares them between the ranks
 
 

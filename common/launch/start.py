@@ -37,6 +37,6 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
     except ExplainedError as error:
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     workers = layout.workers()
-    if len(workers) > 1:
+    if len(workers) > 1 or getattr(args, "elastic", None):  # whose workers are replaced
         sys.exit(supervisor.supervise(target, workers, args))
     worker.run(target, workers[0], args)

@@ -14,20 +14,22 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 from common.console import say
 from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
 from common.launch.interruption import Interruption
 from common.launch.layout import Worker
+from common.launch.replacing import Board, Replacing
 from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
+COMPLETE_SECONDS = 20.0  # after one has ended well, for the others
 TELL_SECONDS = 1.0  # for the store to take the cause of an end
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
@@ -40,8 +42,16 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         interruption = Interruption()
         name_supervisor(workers[0].layout)
         context = _context(target)
-        processes = {_process(context, target, one, args): one for one in workers}
-        return _run_all(processes, args.timeout, interruption)
+        replacing = Replacing(Board(context, workers)) if getattr(args, "elastic", None) else None
+
+        def process_of(place: Worker) -> BaseProcess:
+            if replacing:
+                place = replacing.note_start(place)
+            return context.Process(  # type: ignore[attr-defined]
+                target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}"
+            )
+
+        return _run_all(_Workers(workers, process_of, replacing), args.timeout, interruption)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
@@ -61,34 +71,54 @@ def _context(target: str) -> BaseContext:
     return multiprocessing.get_context("spawn" if started_cuda else "fork")
 
 
-def _process(context: Any, target: str, place: Worker, args: Namespace) -> BaseProcess:
-    return context.Process(target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}")
+class _Workers:
+    """The processes of this node's workers."""
 
+    def __init__(self, workers: list[Worker], process_of: Callable[[Worker], BaseProcess], replacing: Replacing | None):
+        self.process_of, self.replacing = process_of, replacing
+        self.places = {process_of(one): one for one in workers}
+        self.known: set[int] = set()  # this process's children that are no worker's orphans
 
-def _run_all(processes: dict[BaseProcess, Worker], timeout_seconds: float, interruption: Interruption) -> int:
-    orphans.adopt()
-    known: set[int] = set()
-    try:
-        for process in processes:
+    def start(self) -> None:
+        for process in self.places:
             process.start()
-        interruption.watch(processes)
-        known = orphans.children()
-        return _wait_for_all(processes, known, timeout_seconds, interruption)
+        self.known = orphans.children()
+
+    def replace(self, process: BaseProcess) -> BaseProcess | None:
+        """Start another process for a worker that has died, with --elastic; None where it is not to be replaced."""
+        if not self.replacing:
+            return None
+        code = process.exitcode or 0
+        place = self.replacing.successor(self.places[process], code, _cause(code))
+        if place is None:
+            return None
+        successor = self.process_of(place)
+        self.places[successor] = place
+        successor.start()
+        self.known.add(successor.pid or 0)
+        return successor
+
+
+def _run_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
+    orphans.adopt()
+    try:
+        workers.start()
+        interruption.watch(workers.places)
+        return _wait_for_all(workers, timeout_seconds, interruption)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
-        say(f"error: could not start {len(processes)} workers: {error.strerror}: {fix}", error=True)
+        say(f"error: could not start {len(workers.places)} workers: {error.strerror}: {fix}", error=True)
         return 1
     finally:
         interruption.ignore()  # another Ctrl-C must not keep us from ending a stopped worker
-        _end([process for process in processes if process.pid], known)
+        _end([process for process in workers.places if process.pid], workers.known)
 
 
-def _wait_for_all(
-    processes: dict[BaseProcess, Worker], known: set[int], timeout_seconds: float, interruption: Interruption
-) -> int:
-    """Returns the first failure's exit code, or 0. `known` are the children that this process has started."""
-    running, stopped = list(processes), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
+def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
+    """Returns the first failure's exit code, or 0."""
+    running, stopped = list(workers.places), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, deadline, store_answers = 0, float("inf"), True
+    may_replace = workers.replacing is not None
     while running and time.monotonic() < deadline:
         interruption.require_in_time()
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
@@ -100,15 +130,26 @@ def _wait_for_all(
         for process in ended:
             if interruption.has_ended(process):
                 return interruption.exit_code
-            if process.exitcode and not first_failure:
+            may_replace = may_replace and bool(process.exitcode) and not interruption.received  # else the run ends
+            if may_replace and (successor := workers.replace(process)):
+                running.append(successor)
+                interruption.watch(running)
+            elif process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
+            elif workers.replacing and not process.exitcode:
+                deadline = time.monotonic() + COMPLETE_SECONDS
         for process in ended:
             if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers:
-                store_answers = _tell(processes[process], process.exitcode)
+                store_answers = _tell(workers.places[process], process.exitcode)
         if any(process.exitcode for process in ended):
-            orphans.end(known)
+            orphans.end(workers.known)
         if overdue := stopped.look(running):
+            if may_replace:
+                for process in overdue:
+                    say(f"{process.name} stopped for {timeout_seconds:.0f} s (--timeout): ending it")
+                    process.kill()
+                continue
             who = " and ".join(process.name for process in overdue)
             so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
             say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import importlib
 import multiprocessing
 import os
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, RunError
+from common.errors import ExplainedError, MembersChanged, RunError
+from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.title import name_worker
 
@@ -61,7 +63,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        load(target)(worker, args)
+        _train(target, worker, args)
     except (ExplainedError, KeyboardInterrupt) as error:
         _end_after_failure(_explain(worker, error), error, alone)
     except Exception as error:
@@ -72,11 +74,26 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     sys.exit(0)
 
 
+def _train(target: str, worker: Worker, args: Namespace) -> None:
+    """Call the function; again, with this process's next place, whenever the members of the job have changed."""
+    function, flags, started = load(target), args, worker.world_size
+    while True:
+        try:
+            return function(worker, flags)
+        except MembersChanged as change:
+            worker = change.worker
+        gc.collect()  # what the frames of the last call still hold, in circles
+        flags = cli.after_change(args, worker.originals, started)
+        name_worker(worker)
+
+
 def _explain(worker: Worker, error: BaseException) -> int:
     """Print the error that ended this worker, once per node if it is the same on every rank. Returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, ExplainedError):
+        if worker.board:
+            worker.board.note_end(worker)
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
         return error.exit_code

@@ -3,9 +3,12 @@
 import os
 from pathlib import Path
 
+import torch.distributed as dist
+
 from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
+from common.record.held import folder_of
 
 
 def open_folder(group: Group, options: RunOptions) -> Path:
@@ -14,6 +17,11 @@ def open_folder(group: Group, options: RunOptions) -> Path:
     --resume without --out-dir takes the latest run that has checkpoints. Raises UserError where the folder holds
     another run already or cannot be written.
     """
+    if same := folder_of(group):
+        with group.others_wait("rank 0, which opens the files of this run"):
+            if group.worker.is_main:
+                _make_writable(same, resume="auto")
+        return same
     folder = Path()
     with group.others_wait("rank 0, which opens the files of this run"):
         if group.worker.is_main:
@@ -25,6 +33,10 @@ def open_folder(group: Group, options: RunOptions) -> Path:
                 raise UserError(
                     f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
                 )
+    if group.members:  # any rank may have to go on with the run's files
+        named = [folder]
+        dist.broadcast_object_list(named, src=0)
+        folder = named[0]
     return folder
 
 

@@ -64,6 +64,7 @@ class Metrics:
         self.trackers(row)
 
     def close(self) -> None:
+        """Once, or more often."""
         self.file.close()
         self.lock.close()
         self.trackers.close()

@@ -8,7 +8,9 @@ import torch
 
 from common.console import say
 from common.errors import RunError
+from common.join.members import Membership
 from common.join.process_group import Group
+from common.join.view import places
 from common.launch.options import RunOptions
 from common.record import run_json, wording
 from common.record.clock import Clock
@@ -51,16 +53,32 @@ class Output:
             run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-        say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
+        if group.members and group.members.generation:
+            self._go_on(group, group.members)
+        else:
+            say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
         self.terminal = Terminal(first_step, total_steps)
 
-    def so_far(self) -> tuple[float, dict[str, float]]:
-        """Seconds of training, and the last evaluation, of the runs that this one continues."""
+    def _go_on(self, group: Group, members: Membership) -> None:
+        """Write what the last generation has done and not written, and who is there now."""
+        written = max([row["step"] for row in self.metrics.rows_before if row["kind"] in ("train", "ranks")], default=0)
+        for one in members.held.unwritten:
+            if one.step > written and one.step % self.options.log_every == 0:
+                self.metrics.write("train", one.step, loss=one.loss, lr=one.lr, grad_norm=one.grad_norm)
+        ranks = [{name: view[name] for name in ("original", "node_rank", "host")} for view in group.views]
+        row = {"generation": members.generation, "ranks": ranks, "cause": members.cause}
+        self.metrics.write("members", self.first_step, **row)
+        say(f"members  {members.cause}", rank=0)
+        say(f"         after step {self.first_step} go on: {places(group.views)}", rank=0)
+
+    def so_far(self) -> tuple[float, dict[str, float], int]:
+        """Seconds of training, the last evaluation and its step, of the runs that this one continues."""
         rows = self.metrics.rows_before
         seconds = [row["training_seconds"] for row in rows if "training_seconds" in row]
         evaluations = [row for row in rows if row["kind"] == "eval"]
         last = evaluations[-1] if evaluations else {}
-        return (seconds[-1] if seconds else 0.0), {k: value for k, value in last.items() if k not in NOT_MEASURES}
+        measures = {name: value for name, value in last.items() if name not in NOT_MEASURES}
+        return (seconds[-1] if seconds else 0.0), measures, last.get("step", -1)
 
     def steps(self, done: Sequence[Done], times: Mapping[str, torch.Tensor], clock: Clock) -> None:
         """Write the rows of these steps. `times` holds milliseconds by name, each (ranks, steps)."""

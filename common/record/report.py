@@ -58,7 +58,12 @@ class Report:
         self.output: Output | None = None  # on rank 0
         self.interrupts: Interrupts | None = None  # once training begins
         self.has_saved = False  # since then
+        self.evaluated_step = -1  # of the last evaluation in the files
+        self.goes_on = False  # after the members have changed: what was due after the last step may not have been done
         self.interrupted_by = ""  # a signal and the rank that has received it; the same on every rank
+        self.lets_in = False  # processes that wait to become members; the same on every rank
+        if group.members and precision:
+            timer.at_exchange = precision.sum_over_ranks
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
         """Open the files of this run and print the header. `facts` are further header lines, such as the data.
@@ -71,11 +76,17 @@ class Report:
             if self.group.worker.is_main:
                 where = (folder, first_step, total_steps, facts, self.trackers)
                 self.output = Output(self.group, self.plan, self.options, *where)
+                self.group.at_end.callback(self.output.close)
                 known = [self.output.so_far()]
         dist.broadcast_object_list(known, src=0)
-        seconds, self.last_eval = known[0]
+        seconds, self.last_eval, self.evaluated_step = known[0]
         self.clock = Clock(seconds)
         self.interrupts = Interrupts(self.group.worker.rank, speaks=self.group.worker.local_rank == 0)
+        self.group.at_end.callback(self.interrupts.close)
+        if self.group.members:
+            self.goes_on = first_step > 0 and self.group.members.generation > 0
+            self.interrupted_by = self.group.members.ends
+            self.clock.saved_at = self.group.members.held.saved_at
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -96,6 +107,9 @@ class Report:
         count = self.plan.global_count(step - 1) if count is None else count
         given = self.precision.take_backpropagated() if self.precision else None
         self.noted.append(Noted(step, loss_sum, count, lr, grad_norm, given))
+        if self.group.members:
+            held = self.group.members.held
+            held.step, held.noted = step, self.noted
 
     @property
     def is_due(self) -> bool:
@@ -108,7 +122,11 @@ class Report:
             return []
         noted, self.noted = self.noted, []
         received = self.interrupts.received if self.interrupts else 0
-        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received)
+        wait = self.group.members is not None and self.group.members.newcomers_wait
+        if self.group.members:
+            self.group.members.held.recent, self.group.members.held.noted = noted, []
+        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
+        self.lets_in = self.lets_in or gathered.let_in
         # All ranks compute these two from the same gathered numbers.
         self.unsaved_seconds = gathered.unsaved_seconds
         signalled = [(rank, number) for rank, number in enumerate(gathered.signals) if number]
@@ -126,7 +144,8 @@ class Report:
         ]
         if self.output:
             self.output.steps(done, gathered.times(), self.clock)
-        self._judge(done, gathered.backpropagated.sum(dim=0).tolist(), noted[0].count)
+        given = gathered.backpropagated[0] if self.timer.at_exchange else gathered.backpropagated.sum(dim=0)
+        self._judge(done, given.tolist(), noted[0].count)
         return done
 
     def _name_not_finite(self, noted: list[Noted], gathered: Gathered) -> None:
@@ -172,9 +191,10 @@ class Report:
     def checkpoint_is_due(self, step: int, epoch_ends: bool = False) -> bool:
         """True when an epoch's end, --save-every or a signal has asked for a checkpoint since the last one; the same on
         every rank."""
-        if self.is_interrupted and self.has_saved:
+        if (self.is_interrupted or self.lets_in) and self.has_saved:
             self.end_if_interrupted(step - 1)  # for a trainer that has not called it after its checkpoint
-        is_due = epoch_ends or self.is_interrupted or self.options.save_every.is_due(step, self.unsaved_seconds)
+        is_due = epoch_ends or self.is_interrupted or self.lets_in
+        is_due = is_due or self.options.save_every.is_due(step, self.unsaved_seconds)
         self.wants_checkpoint = self.wants_checkpoint or is_due
         return self.wants_checkpoint
 
@@ -184,7 +204,10 @@ class Report:
         return bool(self.interrupted_by)
 
     def end_if_interrupted(self, step: int) -> None:
-        """After a checkpoint: raise Interrupted on every rank if one of them has received a signal."""
+        """After a checkpoint: raise Interrupted on every rank if one of them has received a signal. With --elastic, let
+        processes in that wait."""
+        if self.lets_in and not self.is_interrupted:
+            self.group.let_in()
         if self.is_interrupted:
             dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
             if self.output:
@@ -200,7 +223,9 @@ class Report:
         with self.clock.saving():
             yield
         self.unsaved_seconds, self.wants_checkpoint = 0.0, False
-        self.has_saved = self.is_interrupted
+        if self.group.members:
+            self.group.members.held.saved_at = self.clock.saved_at
+        self.has_saved = self.is_interrupted or self.lets_in
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Use around an evaluation: its time does not count as training."""
@@ -209,6 +234,7 @@ class Report:
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
+        self.evaluated_step = step
         if self.output:
             self.output.evaluation(step, numbers, self.clock)
         self.line(f"step {step}: {wording.measures(numbers)}")

@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
+from common.record.held import broadcast_tree, hold, take_over
 from common.record.lock import lock
 from common.uneven.node_steps import NodeSteps
 
@@ -34,7 +35,10 @@ def resume(
     """
     _require_all_optimizers(model, parts)
     _require_all_schedulers(parts)
+    if (step := take_over(group, folder, model, parts)) is not None:
+        return step
     if options.resume is None:
+        hold(group, folder, 0, model, parts)
         return 0
     found: Checkpoint | None = None
     with group.others_wait("rank 0, which reads the checkpoint"):
@@ -60,6 +64,7 @@ def resume(
     if not group.worker.is_main:
         for name, saved in received["parts"].items():
             fill(parts[name], saved)
+    hold(group, folder, received["step"], model, parts)
     return received["step"]
 
 
@@ -115,39 +120,6 @@ def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
     if found is None:
         raise UserError(f"--resume {wanted}: there is no checkpoint in it: name a checkpoint, or a run's --out-dir")
     return found
-
-
-def broadcast_tree(tree: Any, device: torch.device) -> Any:
-    """Rank 0's nested dicts, lists, tuples and tensors on every rank. Every rank must call this.
-
-    Tensors are sent one at a time, so that no rank needs twice the memory, and arrive on the CPU.
-    """
-    tensors: list[torch.Tensor] = []
-
-    def strip(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            tensors.append(node)
-            return torch.empty_like(node, device="meta", memory_format=torch.contiguous_format)
-        if isinstance(node, dict):
-            return {key: strip(value) for key, value in node.items()}
-        return type(node)(map(strip, node)) if type(node) in (list, tuple) else node
-
-    def rebuild(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            tensor = torch.empty_like(node, device=device)
-            dist.broadcast(tensor, src=0)
-            return tensor.cpu()
-        if isinstance(node, dict):
-            return {key: rebuild(value) for key, value in node.items()}
-        return type(node)(map(rebuild, node)) if type(node) in (list, tuple) else node
-
-    skeleton = [strip(tree)]
-    dist.broadcast_object_list(skeleton, src=0)
-    if dist.get_rank() > 0:
-        return rebuild(skeleton[0])
-    for tensor in tensors:
-        dist.broadcast(tensor.to(device).contiguous(), src=0)
-    return tree
 
 
 def _go_back_to(found: Checkpoint, folder: Path) -> None:

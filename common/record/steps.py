@@ -45,6 +45,7 @@ class Gathered:
     grad_norms: torch.Tensor  # the same on all ranks, but for those of nodes that train by themselves
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
     signals: list[int]  # by rank, that a rank has received; 0 for none
+    let_in: bool  # processes wait to become members, as rank 0 knows
 
     @property
     def busy_ms(self) -> torch.Tensor:
@@ -66,27 +67,32 @@ class Gathered:
         return {"loading": self.loading_ms, "compute": self.compute_ms, "communication": transfer, "wait": waiting}
 
 
-def gather_steps(timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: float, received: int) -> Gathered:
+def gather_steps(
+    timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: float, received: int, wait: bool = False
+) -> Gathered:
     """The steps since the last call on all ranks; `unsaved_seconds` is by this rank's clock, `received` the number of a
-    signal that it has received, or 0. Every rank must call this.
+    signal that it has received, or 0, and `wait` whether it knows of processes that wait to be let in. Every rank must
+    call this.
 
     Raises UserError on every rank where they have divided a step's loss by different counts.
     """
     sums = torch.stack([one.loss_sum.detach().double() for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock, signals = torch.full_like(sums, unsaved_seconds), torch.full_like(sums, received)
+    waiting = torch.full_like(sums, wait)
     unknown = torch.full_like(sums[0], math.nan)
     given = torch.stack([unknown if one.backpropagated is None else one.backpropagated for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
     norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
-    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts, signals])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts, signals, waiting])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu().unbind(dim=1)
-    losses, loading, compute, exchange, given, norms, clocks, counted, signals = rows
+    losses, loading, compute, exchange, given, norms, clocks, counted, signals, waiting = rows
     _require_one_count(noted, counted)
     received_by = [int(number) for number in signals[:, 0].tolist()]
-    return Gathered(losses, loading, compute, exchange, given, norms, float(clocks[0, 0]), received_by)
+    unsaved, let_in = float(clocks[0, 0]), bool(waiting[0, 0])
+    return Gathered(losses, loading, compute, exchange, given, norms, unsaved, received_by, let_in)
 
 
 def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:

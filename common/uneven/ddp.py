@@ -11,6 +11,7 @@ batch, whatever the ranks hold. Plain DDP averages over the ranks instead; there
 """
 
 import atexit
+import functools
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -155,13 +156,18 @@ def wrap(
             wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
-    if not timer.models:
-        atexit.register(time.sleep, REST_SECONDS)
-        if dist.get_world_size() > 1:
-            register_optimizer_step_pre_hook(UnsummedGradients())
+    _prepare_process()
     timer.models.add(wrapped)
     net.register_forward_pre_hook(say_noise)
     return wrapped
+
+
+@functools.cache
+def _prepare_process() -> None:
+    """What `wrap` needs once in a process."""
+    atexit.register(time.sleep, REST_SECONDS)
+    unsummed = UnsummedGradients()
+    register_optimizer_step_pre_hook(lambda *step: unsummed(*step) if dist.get_world_size() > 1 else None)
 
 
 def _forward_of_no_rows(
@@ -223,6 +229,8 @@ def _sum_over_ranks(
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: sums a bucket. Notes when this rank's last gradients are ready."""
     timer, sum_gradients = state
+    if timer.at_exchange and bucket.index() == 0:
+        timer.at_exchange()
     if bucket.is_last():
         timer.mark("ready")
     return sum_gradients(bucket)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from common.errors import RunError, UserError
@@ -28,6 +29,8 @@ class Precision:
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_backpropagated`
+        self.summed: torch.Tensor | None = None  # the same over all ranks
+        self.summing: dist.Work | None = None
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
@@ -38,9 +41,17 @@ class Precision:
         self.backpropagated += loss.detach().sum()
         self.scaler.scale(loss).backward()
 
+    def sum_over_ranks(self) -> None:
+        """Begin to sum what backward has had over the ranks, beside the gradients, so that every rank knows the loss of
+        a step before it takes the step: a rank that is lost afterwards takes nothing with it."""
+        self.summed = self.backpropagated.clone()
+        self.summing = dist.all_reduce(self.summed, async_op=True)
+
     def take_backpropagated(self) -> torch.Tensor:
-        """The sum of the losses that `backward` has had since the last call: a report compares it with the loss."""
-        taken, self.backpropagated = self.backpropagated, torch.zeros_like(self.backpropagated)
+        """The sum of the losses that `backward` has had since the last call: a report compares it with the loss. That
+        of all ranks where it was summed."""
+        taken = self.backpropagated if self.summed is None else self.summed
+        self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
         return taken
 
     def step(
@@ -58,6 +69,9 @@ class Precision:
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
+        if self.summing:
+            self.summing.wait()
+            self.summing = None
         optimizers = (optimizer, *others)
         _require_summed_gradients(model, optimizers)
         for one in optimizers:

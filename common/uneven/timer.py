@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,7 @@ class StepTimer:
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
         self.has_reduced = False  # in this step
+        self.at_exchange: Callable[[], None] | None = None  # called when the exchange of a step's gradients begins
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
         self.models: WeakSet[Any] = WeakSet()
 

@@ -1,0 +1,437 @@
+"""Members that come and go (--elastic): who is there, who leads, and how the others find out.
+
+The time between two changes of the members is a *generation*. Each process serves a small store of its own, its
+*standby*, whose address all members learn in the handshake. When a rank is lost, the survivors meet at the standby of
+the lowest rank that is left, which leads. When a process comes (back), it waits at the standby of the rank that leads,
+which lets it in between two steps. At the standby of the leader:
+
+    present           counts the processes that have come here
+    /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
+    /verdict/N        the leader's answer to it: the members of the next generation
+
+The leader writes the address of its standby into the store at --master-addr, where a process that comes looks for it.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import MembersChanged, RankLost, RunEnded, RunError
+from common.join import ended, network
+from common.join.connections import Connections
+from common.join.handshake import LEADER, leader_in
+from common.join.lost import in_words, is_contact_lost, within
+from common.join.store import WILDCARDS, OpenStore, connect, open_store, serve, serve_at
+from common.join.view import node_of, places
+from common.join.waiting import Every, poll
+from common.launch.addresses import host_and_port, tcp_address
+from common.launch.layout import Worker
+from common.launch.options import JoinOptions
+
+SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
+ANSWER_SECONDS = 1.0  # for a store to answer
+REACH_SECONDS = 0.5  # for a machine to accept a connection
+CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
+LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
+COMPLETE_SECONDS = 1.0  # without another one, after which the processes that have come are let in
+SPARE_SECONDS = 10.0  # that a member waits for the leader's verdict beyond --timeout
+ADDRESSES = "addresses"  # of all members' standbys
+
+DISMISS_SECONDS = 3.0  # after the run, for processes that are about to come
+NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up
+
+ALIVE, DEAD, SILENT = "alive", "dead", "silent"
+
+
+class LetIn(Exception):
+    """Raised on every rank between two steps, so that processes that wait are let in."""
+
+
+@dataclass
+class Membership:
+    """This process's place among the members, kept over all generations."""
+
+    original: Worker  # as the launcher has placed it
+    options: JoinOptions
+    standby: dist.Store
+    address: str  # of the standby, host:port, which also tells one process from another
+    generation: int = 0
+    views: list[dict] = field(default_factory=list)  # of this generation's members, by rank
+    rank: int = -1  # in this generation
+    opened: OpenStore | None = None  # where the members of this generation meet
+    main: Any = None  # the store at --master-addr, which this process may serve
+    cause: str = ""  # of the last change
+    ends: str = ""  # why the run must save and end; empty while enough members are left
+    held: Any = None  # the state of the optimisation, for the record room
+    seen: set[int] = field(default_factory=set)  # the numbers of those that have come to the standby
+    waiting: dict[int, dict] = field(default_factory=dict)  # those that have had no verdict yet, by number
+    newcomers_wait: bool = False  # and may be let in between two steps
+    leaders: list[str] = field(default_factory=list)  # standbys at which a process that waits may find the leader
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    # --- joining --------------------------------------------------------------------------------------------------
+
+    def enter(self, leader: str) -> MembersChanged:
+        """Wait at the standby of the rank that leads until it lets this process in."""
+        rank, seconds, began = self.original.rank, self.options.join_timeout_seconds, time.monotonic()
+        say("the run is under way: waiting to be let in between two steps", rank)
+        self.leaders, heard = [leader], began
+        while (left := seconds - (time.monotonic() - began)) > 0:
+            board = self.original.board  # which other workers of this node keep up to date
+            known = [_leader_at(self.original.layout.init_method), board.leader if board else "", *self.leaders]
+            for address in dict.fromkeys(known):
+                store = _reach(address) if address else None
+                if store is not None:
+                    heard = time.monotonic()
+                    with suppress(RuntimeError):  # its process has ended: another one leads
+                        if store.check([ADDRESSES]):
+                            self.leaders = json.loads(store.get(ADDRESSES))
+                        if verdict := self._attend(store, left):
+                            return self._change(store, verdict)
+            if time.monotonic() - heard > NOBODY_SECONDS:
+                raise RunError("no member of the run answers any more: has it ended? See the logs of the other nodes")
+            time.sleep(LOOK_SECONDS)
+        raise RunError(f"the members of the run have let nobody in for {seconds:.0f} s (--join-timeout): see their log")
+
+    @contextmanager
+    def surviving(
+        self,
+        worker: Worker,
+        views: list[dict],
+        store: dist.Store,
+        connections: Connections,
+        leave: Callable[[], None],
+    ) -> Iterator[None]:
+        """Use while the members of a generation work, whose `views` are by rank. Raises MembersChanged after a rank was
+        lost, and where members are to change. `leave` leaves the process group in order."""
+        self.rank, self.views, self.newcomers_wait = worker.rank, views, False
+        if worker.board and self.leads:
+            worker.board.leader = self.address
+        elif worker.board:
+            worker.board.leader = views[0]["addresses"]["standby"]
+        self.standby.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
+        try:
+            with self._looking(connections):
+                yield
+        except LetIn:
+            leave()
+            change = self.meet()
+        except Exception as error:
+            if not (is_contact_lost(error) or isinstance(error, RankLost)):
+                if getattr(error, "same_on_every_rank", False):
+                    self._dismiss()
+                else:
+                    cause = ended.cause_of(error)
+                    within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
+                raise
+            connections.close()  # the other ranks, which may wait for this one, notice it now
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            change = self.meet(lambda states: _why(states, views, store))
+        else:
+            self._dismiss()
+            return
+        raise change
+
+    @contextmanager
+    def _looking(self, connections: Connections) -> Iterator[None]:
+        """While the body runs, the leader looks for processes that have come, and says where it is."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._look, args=(stop, connections), name="members", daemon=True)
+        if self.leads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            if self.leads:
+                thread.join(3 * ANSWER_SECONDS)
+
+    def _look(self, stop: threading.Event, connections: Connections) -> None:
+        members = {address_of(view) for view in self.views}
+        is_time, last, count = Every(1.0), time.monotonic(), 0
+        while not stop.wait(LOOK_SECONDS):
+            self._read_new()
+            if any(one["standby"] in members for one in self.waiting.values()):
+                connections.close()  # a member waits for this one, which has not noticed yet
+                return
+            if len(self.waiting) != count:
+                last, count = time.monotonic(), len(self.waiting)
+            self.newcomers_wait = bool(count) and time.monotonic() - last > COMPLETE_SECONDS
+            if is_time():
+                self._announce()
+
+    def _announce(self) -> None:
+        """Write where the leader is into the store at --master-addr. Serve one there, where this is node 0 and the
+        process that did has ended."""
+        host, port = host_and_port(self.original.layout.init_method)
+        store = _reach(f"{'127.0.0.1' if host == '0.0.0.0' else host} {port}")
+        with suppress(RuntimeError, OSError):
+            if store is None and self.original.layout.node_rank == 0:
+                store = self.main = serve(host, port)
+            if store is not None and leader_in(store) != self.address:
+                store.set(LEADER, self.address)
+
+    def _read_new(self) -> None:
+        for number in range(1, self.standby.add("present", 0) + 1):
+            if number not in self.seen and self.standby.check([f"present/{number}"]):
+                self.seen.add(number)
+                self.waiting[number] = json.loads(self.standby.get(f"present/{number}"))
+
+    def _dismiss(self) -> None:
+        """The run is over: tell the processes that wait. Where a rank was lost, the one that replaces it may only just
+        be coming."""
+        if not self.leads:
+            return
+
+        def everyone_waits() -> bool:
+            self._read_new()
+            return len(self.views) + len(self.waiting) >= self.original.world_size
+
+        poll(everyone_waits, DISMISS_SECONDS)
+        numbers = list(self.waiting)
+        for number in numbers:
+            self.standby.set(f"verdict/{number}", json.dumps({"ended": True}))
+        poll(lambda: self.standby.add("dismissed", 0) >= len(numbers), ANSWER_SECONDS)
+
+    # --- a change of the members ------------------------------------------------------------------------------------
+
+    def meet(self, lost: Callable[[dict[int, str]], str] | None = None) -> MembersChanged:
+        """Agree with the other members on those of the next generation. `lost` says in words what has happened to
+        ranks; None between two steps, when others are to be let in. Raises RunError where this process must end."""
+        if not self.views:  # it was let in, but has never worked
+            return self.enter(self.leaders[0])
+        for view in self.views:
+            if view["rank"] == self.rank:
+                return self._change(self.standby, self._lead(lost))
+            while (store := _reach(address_of(view))) is not None:  # else it has ended too, and the next rank leads
+                with suppress(RuntimeError):
+                    if verdict := self._attend(store, self.options.timeout_seconds + SPARE_SECONDS):
+                        return self._change(store, verdict)
+                    break  # it does not lead, though it answers
+        raise RunError("the other members of this run cannot be reached, and go on without this rank if they can")
+
+    def _attend(self, store: dist.Store, seconds: float) -> dict | None:
+        """Come to the standby of the rank that leads, and wait for its verdict."""
+        number = store.add("present", 1)
+        layout = self.original.layout
+        me = {
+            "standby": self.address,
+            "original": self.original.rank,
+            "node_rank": layout.node_rank,
+            "host": socket.gethostname(),
+            "predecessor": self.original.predecessor,
+        }
+        store.set(f"present/{number}", json.dumps(me))
+        key = f"verdict/{number}"
+        found = poll(lambda: store.get(key) if store.check([key]) else None, seconds, longest_pause_seconds=0.1)
+        return json.loads(found) if found else None
+
+    def _lead(self, lost: Callable[[dict[int, str]], str] | None) -> dict:
+        """Wait for the members that are alive, decide, and tell them."""
+        here, missing = self._wait_for_members()
+        problem = self._minority(here, missing)  # the members that are here read it too
+        new = [] if problem else self._newcomers()
+        members = [_member(self.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
+        causes = [lost(missing)] if lost else []
+        if new:
+            who = places({**one, "rank": one["original"], "nodes": self.original.layout.nodes} for _, one in new)
+            before = " and ".join(sorted({one["predecessor"] for _, one in new if one["predecessor"] and not lost}))
+            causes.append(f"let in {who}" + f", whose process {before}" * bool(before))
+        minimum = self.options.elastic or 1
+        few = f"{len(members)} of {self.original.world_size} ranks are left, fewer than --elastic {minimum}"
+        verdict = {
+            "generation": self.generation + 1,
+            "members": members,
+            "cause": "; ".join(causes),
+            "ends": few if len(members) < minimum else "",
+            "problem": problem,
+            "address": self.address,
+        }
+        told = {one["standby"] for one in members}
+        for number in [number for number, one in self.waiting.items() if one["standby"] in told]:
+            self.standby.set(f"verdict/{number}", json.dumps(verdict))
+            del self.waiting[number]
+        return verdict
+
+    def _minority(self, here: set[int], missing: dict[int, str]) -> str:
+        """Why this side of a network that is split must not go on: the other one may; empty where it may go on."""
+        voters = len(self.views) - list(missing.values()).count(DEAD)
+        if 2 * len(here) > voters or (2 * len(here) == voters and 0 in here):
+            return ""
+        who = places(self.views[rank] for rank in sorted(missing))
+        return (
+            f"lost contact with {who}: these may go on, and {len(here)} of {voters} ranks are no majority, so this "
+            "side ends: is the network split? Start it again where the others are not running"
+        )
+
+    def _wait_for_members(self) -> tuple[set[int], dict[int, str]]:
+        """(here, missing): the ranks that have come to this one, and what is known of the others. It waits for one that
+        is busy, at most --timeout, and for one that is silent, two seconds."""
+        ranks = {address_of(view): view["rank"] for view in self.views}
+        here = {self.rank}
+        began = time.monotonic()
+        heard = dict.fromkeys(ranks.values(), began)
+        pause = 0.02
+        while True:
+            self._read_new()
+            here |= {ranks[one["standby"]] for one in self.waiting.values() if one["standby"] in ranks}
+            missing = [rank for rank in ranks.values() if rank not in here]
+            states = dict(zip(missing, _states([address_of(self.views[rank]) for rank in missing]), strict=True))
+            now = time.monotonic()
+            heard |= {rank: now for rank, state in states.items() if state == ALIVE}
+            is_late = now - began > self.options.timeout_seconds
+            gone = [r for r in missing if states[r] == DEAD or now - heard[r] > SILENT_SECONDS or is_late]
+            if len(gone) == len(missing):
+                return here, states
+            time.sleep(pause)
+            pause = min(0.2, 1.5 * pause)
+
+    def _newcomers(self) -> list[tuple[int, dict]]:
+        """The processes that wait and are alive, by their original ranks; of several with one rank the last."""
+        members = {address_of(view) for view in self.views}
+        waiting = [(number, one) for number, one in sorted(self.waiting.items()) if one["standby"] not in members]
+        states = _states([one["standby"] for _, one in waiting])
+        alive = [one for one, state in zip(waiting, states, strict=True) if state == ALIVE]
+        last = {one["original"]: (number, one) for number, one in alive}
+        for number, one in waiting:
+            if last.get(one["original"], (0, one))[0] != number:  # it has died, or was replaced
+                del self.waiting[number]
+        return [last[original] for original in sorted(last)]
+
+    def _change(self, store: dist.Store, verdict: dict) -> MembersChanged:
+        """This process's place in the next generation. Raises RunError where there is none, RunEnded after the run."""
+        if "ended" in verdict:
+            store.add("dismissed", 1)
+            raise RunEnded("the run has ended meanwhile, without this rank")
+        if verdict["problem"]:
+            raise RunError(verdict["problem"], same_on_every_rank=True)
+        self.generation, self.cause, self.ends = verdict["generation"], verdict["cause"], verdict["ends"]
+        members, layout = verdict["members"], self.original.layout
+        rank = next(index for index, one in enumerate(members) if one["standby"] == self.address)
+        mine = node_of(members[rank])
+        here = [index for index, one in enumerate(members) if node_of(one) == mine]
+        host, port = split(verdict["address"])
+        changed = replace(
+            layout,
+            world_size=len(members),
+            first_rank=here[0],
+            local_world_size=len(here),
+            first_local_rank=0,
+            gpus_per_node=None,
+            init_method=f"tcp://{tcp_address(host, port)}",
+            spawn=False,
+        )
+        self.opened = OpenStore(store, split(self.address)[0], "" if rank == 0 else host, leads=rank == 0)
+        self.leaders = [one["standby"] for one in members]
+        worker = replace(
+            self.original,
+            layout=changed,
+            rank=rank,
+            local_rank=here.index(rank),
+            membership=self,
+            originals=tuple(one["original"] for one in members),
+        )
+        return MembersChanged(worker)
+
+
+def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membership]:
+    """Where to join, and this process's membership. Raises MembersChanged where it was let into a run under way."""
+    if worker.membership:
+        return worker.membership.opened, worker.membership
+    if worker.board and worker.board.leader:  # other workers of this node are members
+        member = _membership(worker, options, network.own_address(options.interface))
+        raise member.enter(worker.board.leader)
+    opened = open_store(worker, options)
+    host, _ = host_and_port(worker.layout.init_method)
+    here = host if opened.leads and host not in WILDCARDS else opened.own_address
+    return opened, _membership(worker, options, here, opened)
+
+
+def _membership(worker: Worker, options: JoinOptions, host: str, opened: OpenStore | None = None) -> Membership:
+    standby, port = serve_at(host)
+    return Membership(worker, options, standby, f"{host} {port}", opened=opened, main=opened and opened.store)
+
+
+def _member(view: dict) -> dict:
+    """What a verdict says of a member; `view` is its view, or what it has written at the standby."""
+    standby = view["standby"] if "standby" in view else address_of(view)
+    return {"standby": standby, **{name: view[name] for name in ("original", "node_rank", "host")}}
+
+
+def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:
+    """What has happened to these ranks, in words."""
+    if not states:
+        return "a connection was lost"
+
+    def posted() -> dict[int, str]:
+        return poll(lambda: states.keys() <= (found := ended.posted(store)).keys() and found, CAUSE_SECONDS) or {}
+
+    causes = within(ANSWER_SECONDS, posted) or {}
+    silent = {SILENT: "does not answer", ALIVE: "did not stop its step within --timeout"}
+    words = {rank: causes.get(rank) or silent.get(state, "") for rank, state in states.items()}
+    return f"lost {places(views[rank] for rank in sorted(states))}: {in_words(words)}"
+
+
+def address_of(view: dict) -> str:
+    """Where the standby of a rank is."""
+    return view["addresses"]["standby"]
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of a standby's address."""
+    host, _, port = address.rpartition(" ")
+    return host, int(port)
+
+
+def _reach(address: str) -> dist.Store | None:
+    """The store at this address, or None where nothing answers."""
+    host, port = split(address)
+    try:
+        network.source_address(host, port, REACH_SECONDS)
+    except OSError:
+        return None
+    return connect(host, port, ANSWER_SECONDS)
+
+
+def _states(addresses: list[str]) -> list[str]:
+    """Whether the processes with these standbys are alive: one whose machine refuses the connection is dead, one that
+    does not answer may be frozen or cut off."""
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return list(pool.map(_state, addresses))
+
+
+def _state(address: str) -> str:
+    host, port = split(address)
+    try:
+        network.source_address(host, port, REACH_SECONDS)
+    except ConnectionRefusedError:
+        return DEAD
+    except OSError:
+        return SILENT
+    return ALIVE if connect(host, port, ANSWER_SECONDS) is not None else SILENT
+
+
+def _leader_at(url: str) -> str:
+    """The address of the standby of the rank that leads, from the store at --master-addr; empty where it has none."""
+    host, port = host_and_port(url)
+    store = _reach(f"{host} {port}")
+    if store is None:
+        return ""
+    with suppress(RuntimeError):
+        return leader_in(store)
+    return ""

@@ -1,0 +1,180 @@
+"""--elastic: ranks are lost and come back, and the losses, rows and weights are those of the undisturbed run."""
+
+import json
+import time
+
+import psutil
+import pytest
+
+from tests.harness import MNIST, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
+from tests.test_exactness import altered
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 60)  # 23 steps an epoch
+ELASTIC = ("--elastic", 1, "--timeout", 20)
+LONG = ("--dataset", "digits", "--precision", "fp64", "--max-steps", 1200, "--epochs", 100)
+
+# a place in the trainer's code -> what makes the rank end there, once
+MOMENTS = {
+    "backward": "                        precision.backward(",
+    "before the update": "                grad_norm = precision.step(",
+    "after the update": "                scheduler.step()\n",
+    "exchange": "                for done in report.exchange():",
+    "evaluation": "                    numbers = evaluate(",
+    "checkpoint": "            report.compare_weights(",
+}
+DIES = "{indent}if {when} and worker.rank == {rank} and not worker.membership:\n"
+DIES += "{indent}    __import__('os').kill(__import__('os').getpid(), 9)\n"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    play(MNIST, (1,), folder, *FLAGS)
+    return folder
+
+
+def require_same(folder, undisturbed):
+    """Every step once, with the losses, evaluations and weights of the undisturbed run."""
+    assert losses(folder) == pytest.approx(losses(undisturbed), rel=1e-9)
+    found, wanted = (rows(one, "eval") for one in (folder, undisturbed))
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-9)
+    assert largest_difference(weights(folder), weights(undisturbed)) < 1e-9
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_changes_nothing(moment, rank, undisturbed, tmp_path):
+    place = MOMENTS[moment]
+    when = "step == 46" if moment in ("exchange", "evaluation", "checkpoint") else "step == 30"
+    body = DIES.format(indent=" " * (len(place) - len(place.lstrip())), when=when, rank=rank)
+    dying = altered(tmp_path / "dying_ddp", {place: body + place})
+    play(dying, (2, 1), tmp_path / "run", *FLAGS, *ELASTIC)
+    require_same(tmp_path / "run", undisturbed)
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert any(f"lost rank {rank}, node {0 if rank < 2 else 1}" in cause for cause in causes), causes
+
+
+class Run:
+    """A run of 2+1 under way, of which nodes are killed and started again."""
+
+    def __init__(self, folder, *flags, gpus=(2, 1)):
+        self.folder, self.started = folder, folder.parent
+        batch = () if "--batch-per-gpu" in flags else ("--global-batch", 64)
+        self.nodes = nodes_of(gpus, folder, *LONG, *batch, *ELASTIC, *flags)
+        self.playing = [playing(MNIST, [node], self.started) for node in self.nodes]
+
+    def wait_for(self, kind: str, count: int = 1, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.folder / "metrics.jsonl").exists() or len(rows(self.folder, kind)) < count:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def kill(self, node: int) -> None:
+        self.playing[node].kill()
+
+    def start(self, node: int) -> None:
+        self.playing[node] = playing(MNIST, [self.nodes[node]], self.started)
+
+    def worker(self, name: str) -> psutil.Process:
+        children = [one for node in self.playing for one in psutil.Process(node.processes[0].pid).children()]
+        return next(one for one in children if name in " ".join(one.cmdline()))
+
+    def said(self) -> str:
+        return "\n".join(log.read_text() for node in self.playing for log in node.logs)
+
+    def results(self):
+        return [result for node in self.playing for result in node.results()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed-long")
+    play(MNIST, (1,), folder, *LONG, "--global-batch", 64)
+    return folder
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run")
+    under_way.wait_for("train", 50)
+    under_way.kill(node)
+    under_way.wait_for("members", 1)
+    under_way.start(node)
+    under_way.wait_for("members", 2)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+    there = [len(row["ranks"]) for row in rows(tmp_path / "run", "members")]
+    assert there == [1 if node == 0 else 2, 3]
+
+
+def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run", "--timeout", 3)
+    under_way.wait_for("train", 50)
+    under_way.worker("rank 1 of 3").suspend()
+    under_way.wait_for("members", 1)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+
+
+def test_too_few_ranks_save_and_end_and_the_run_can_be_resumed(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run", "--elastic", 3)
+    under_way.wait_for("train", 50)
+    under_way.kill(1)
+    result = under_way.playing[0].results()[0]
+    assert result.code == 75, result.output
+    assert "interrupted: 2 of 3 ranks are left, fewer than --elastic 3: ended after step" in result.output
+    play(MNIST, (1, 1), tmp_path / "run", *LONG, "--global-batch", 64, "--resume")
+    require_same(tmp_path / "run", undisturbed_long)
+
+
+def test_shares_and_micro_batches_stay_with_their_ranks(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run", "--shares", "4,1,2", "--micro-batch", "16,8,32")
+    under_way.wait_for("train", 50)
+    kill(under_way.worker("rank 0 of 3").pid)
+    under_way.wait_for("members", 1)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+    by_generation = {len(row["shares"]): row["shares"] for row in rows(tmp_path / "run", "ranks")}
+    assert by_generation[3] in ([37, 9, 18], [9, 18, 37]), by_generation
+
+
+def test_a_batch_per_gpu_keeps_the_global_batch_of_the_start(tmp_path):
+    under_way = Run(tmp_path / "run", "--batch-per-gpu", 16)
+    under_way.wait_for("train", 50)
+    kill(under_way.worker("rank 2 of 3").pid)
+    under_way.wait_for("members", 1)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    shares = [row["shares"] for row in rows(tmp_path / "run", "ranks")]
+    assert {len(one) for one in shares} >= {2, 3} and {sum(one) for one in shares} == {48}
+
+
+def test_members_rows_say_who_is_there(tmp_path):
+    place = MOMENTS["backward"]
+    body = DIES.format(indent=" " * 24, when="step == 30", rank=2)
+    play(altered(tmp_path / "dying_ddp", {place: body + place}), (2, 1), tmp_path / "run", *FLAGS, *ELASTIC)
+    first = rows(tmp_path / "run", "members")[0]
+    assert first["step"] == 30 and first["generation"] == 1
+    assert {one["original"] for one in first["ranks"]} >= {0, 1}
+    assert {"original", "node_rank", "host"} == set(first["ranks"][0])
+    assert "rank 2, node 1" in first["cause"] and "SIGKILL" in json.dumps(first)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--elastic", 5, "-n", 1, "-g", 2), "--elastic 5, but the job has 2 ranks"),
+        (("--elastic", 1, "-n", 1, "-g", 2, "--sync-every", 5), "--elastic with --sync-every"),
+        (("--elastic", 1, "-n", 1, "-g", 2, "--compress", "powersgd:2"), "--elastic with --compress powersgd"),
+        (("--elastic", 0), "--elastic"),
+    ],
+)
+def test_what_cannot_survive_a_loss_is_refused(flags, said):
+    result = run("python", MNIST, "--device", "cpu", *flags)
+    assert result.code == 2 and said in result.output
+
+
+def test_a_launcher_that_owns_the_processes_is_named():
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    result = run("python", MNIST, "--device", "cpu", "--elastic", 1, **torchrun, MASTER_PORT="29999")
+    assert result.code == 2 and "--elastic 1 under torchrun, which ends a job that has lost a process" in result.output
