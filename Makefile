@@ -10,7 +10,7 @@ BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo bert test test-cluster lint format bench clean
+.PHONY: faults demo demo-elastic bert test test-cluster lint format bench clean
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
@@ -20,6 +20,9 @@ RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need no download
 	$(BIN)/python launch_scripts/play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu \
 	    --dataset digits --global-batch 64 --epochs 10 --out-dir $(RUN)
+
+demo-elastic: .venv  ## kill a node of `-n 2 -g 3,1`, start it again, and draw the curve on top of the undisturbed one
+	$(BIN)/python benchmarks/elastic_curve.py
 
 bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it for masked words; two minutes
 	$(BIN)/python launch_scripts/play_nodes.py bert_ddp/bert-distributed.py -n 2 -g 3,1 --device cpu \
@@ -43,6 +46,9 @@ lint: .venv  ## format, habits, types, and which package may import which
 format: .venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+faults: .venv  ## what happens when something breaks, with and without --elastic; about ten minutes
+	$(BIN)/python benchmarks/faults.py --write docs/faults.md
 
 bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md
 	$(BIN)/python benchmarks/mnist.py --data-dir $(DATA)

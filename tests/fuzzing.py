@@ -299,7 +299,7 @@ def shard(arrays: dict[str, np.ndarray]) -> None:
 
 LAYOUT = Layout("-g 2", world_size=2, first_rank=0, local_world_size=2, init_method="tcp://127.0.0.1:1")
 VIEW = {
-    **{"rank": 1, "local_rank": 1, "nodes": 1, "node_rank": 0, "host": "a", "pid": 1, "pid_space": "x"},
+    **{"rank": 1, "local_rank": 1, "original": 1, "nodes": 1, "node_rank": 0, "host": "a", "pid": 1, "pid_space": "x"},
     **{"device": "cpu", "gpu": "", "source": "-g 2", "addresses": {"own": "", "master": ""}, "problem": ""},
     **{"layout": {"world size": "2"}, "versions": {"torch": "2"}, "backend": {}, "flags": {}, "entry": 1, "nonce": "n"},
 }

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from common.record.plots import spans_of_members
 from tests.harness import MNIST, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
 from tests.test_exactness import altered
 
@@ -175,6 +176,18 @@ def test_what_cannot_survive_a_loss_is_refused(flags, said):
 
 
 def test_a_launcher_that_owns_the_processes_is_named():
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    result = run("python", MNIST, "--device", "cpu", "--elastic", 1, **torchrun, MASTER_PORT="29999")
+    placed = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    torchrun = {**placed, "MASTER_PORT": "29999", "TORCHELASTIC_RUN_ID": "1"}
+    result = run("python", MNIST, "--device", "cpu", "--elastic", 1, **torchrun)
     assert result.code == 2 and "--elastic 1 under torchrun, which ends a job that has lost a process" in result.output
+
+
+def test_spans_of_members_follow_the_rows():
+    ranks = [{"original": 0}, {"original": 2}]
+    found = [
+        {"kind": "ranks", "step": 5, "shares": [2, 2, 2]},
+        {"kind": "members", "step": 7, "ranks": ranks},
+        {"kind": "members", "step": 11, "ranks": [*ranks, {"original": 1}]},
+        {"kind": "train", "step": 20},
+    ]
+    assert spans_of_members(found) == {0: [(0, 20)], 1: [(0, 7), (11, 20)], 2: [(0, 20)]}

@@ -25,6 +25,13 @@ def train(worker: Worker, args: Namespace) -> None:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)
             with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
+        def epoch_ends() -> bool:
+            return step == total_steps or step % plan.steps_per_epoch == 0
+        def finish(evaluates: bool) -> None:
+            saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
+                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                    precision.require_finite(done.step, done.loss, done.grad_norm)
+                report.end_if_interrupted(step)  # by a signal
         report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)
             sampler.set_epoch(epoch, skip_steps=first_step)
@@ -39,11 +46,8 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                epoch_ends = step == total_steps or step % plan.steps_per_epoch == 0
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
-                saves = report.checkpoint_is_due(step, epoch_ends) and nodes.are_same
-                    for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
-                        precision.require_finite(done.step, done.loss, done.grad_norm)
+                finish(evaluates)
         report.summary(step)
 """
 

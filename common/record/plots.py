@@ -29,8 +29,8 @@ def plot_curves(metrics: Path, picture: Path) -> None:
 
 def draw_curves(rows: Rows) -> Any:
     """A matplotlib Figure with a panel for the loss, one for measures between 0 and 1, one for measures of other
-    scales, such as perplexity, one for time by rank, and two for shares that change; without those that would be
-    empty."""
+    scales, such as perplexity, one for time by rank, one for members that come and go, and two for shares that change;
+    without those that would be empty."""
     train, evals, ranks = ([row for row in rows if row["kind"] == kind] for kind in ("train", "eval", "ranks"))
     measures = _measures(evals)
     fractions = {name: points for name, points in measures.items() if all(0 <= value <= 1 for _, value in points)}
@@ -47,6 +47,8 @@ def draw_curves(rows: Rows) -> Any:
         wide = max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT))
         last = [row for row in ranks if row["shares"] == ranks[-1]["shares"]]
         times.append((wide, lambda axes: _plot_ranks(axes, last)))
+    if any(row["kind"] == "members" for row in rows):
+        times.append((PANEL_INCHES, lambda axes: plot_members(axes, rows)))
     if changing:
         unit = f"samples of {sum(here[-1]['shares']):,} a step"
         times.append((PANEL_INCHES, lambda axes: _plot_over_time(axes, here, ["shares"], "Shares", unit)))
@@ -123,6 +125,40 @@ def _plot_ranks(axes: Any, rows: Rows) -> None:
         axes.set_xlabel("rank (above: its share, and its rate while it computes)")
         rates = [f"{share / ms * 1e3:,.0f}/s" if ms else "" for share, ms in zip(shares, times["compute"], strict=True)]
         _write_above(axes, tops, list(zip(map(str, shares), rates, strict=True)))
+
+
+def plot_members(axes: Any, rows: Rows) -> None:
+    """A line for each rank as it was started, over the steps in which it was there."""
+    for rank, spans in spans_of_members(rows).items():
+        for first, last in spans:
+            axes.plot([first, last], [rank, rank], color=f"C{rank % 10}", linewidth=5, solid_capstyle="butt")
+    changes = [row["step"] for row in rows if row["kind"] == "members"]
+    for step in changes:
+        axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
+    axes.set(xlabel="optimizer step", ylabel="rank, as it was started", title="Members")
+    axes.set_ylim(axes.get_ylim()[0] - 0.5, axes.get_ylim()[1] + 0.5)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+
+
+def spans_of_members(rows: Rows) -> dict[int, list[tuple[int, int]]]:
+    """For each rank as it was started, the (first, last) steps between which it was there, from a run's rows."""
+    members = [row for row in rows if row["kind"] == "members"]
+    before = [row for row in rows if row["kind"] == "ranks" and row["step"] <= members[0]["step"]]
+    started = (
+        len(before[0]["shares"]) if before else 1 + max(one["original"] for row in members for one in row["ranks"])
+    )
+    there = [(0, set(range(started)))] + [(row["step"], {one["original"] for one in row["ranks"]}) for row in members]
+    ends = [step for step, _ in there[1:]] + [max(row.get("step", 0) for row in rows)]
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for (first, ranks), last in zip(there, ends, strict=True):
+        for rank in ranks:
+            mine = spans.setdefault(rank, [])
+            if mine and mine[-1][1] == first:
+                first_of_all = mine.pop()[0]
+                mine.append((first_of_all, last))
+            else:
+                mine.append((first, last))
+    return dict(sorted(spans.items()))
 
 
 def _plot_over_time(axes: Any, rows: Rows, names: list[str], title: str, unit: str) -> None:

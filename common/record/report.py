@@ -71,20 +71,21 @@ class Report:
         In a resumed run every rank gets the last evaluation and the seconds of training so far. Every rank
         must call this.
         """
-        known: list[Any] = [(0.0, {})]
+        known: list[Any] = [None]
         with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
             if self.group.worker.is_main:
                 where = (folder, first_step, total_steps, facts, self.trackers)
                 self.output = Output(self.group, self.plan, self.options, *where)
                 self.group.at_end.callback(self.output.close)
-                known = [self.output.so_far()]
+                known = [(*self.output.so_far(), (folder / "checkpoints").exists())]
         dist.broadcast_object_list(known, src=0)
-        seconds, self.last_eval, self.evaluated_step = known[0]
+        seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds)
         self.interrupts = Interrupts(self.group.worker.rank, speaks=self.group.worker.local_rank == 0)
         self.group.at_end.callback(self.interrupts.close)
         if self.group.members:
             self.goes_on = first_step > 0 and self.group.members.generation > 0
+            self.wants_checkpoint = self.goes_on and not has_checkpoints  # the disk that has them is gone
             self.interrupted_by = self.group.members.ends
             self.clock.saved_at = self.group.members.held.saved_at
 

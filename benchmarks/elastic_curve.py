@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""A node is killed in the middle of a run, and started again: the loss curve on top of the undisturbed one.
+
+    elastic_curve.py [--picture docs/elastic.png]
+
+Both nodes of `-n 2 -g 3,1` run on this machine, in float64. Node 1, with its launcher and its worker, is ended with
+SIGKILL, and its command is typed again a little later. Prints what the nodes say, and how far the two curves are apart.
+About a minute on two cores.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+
+from common.launch.addresses import free_port
+from common.record.metrics import read_metrics
+from common.record.plots import plot_members
+
+FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "100"]
+KILLED_AT, STARTED_AFTER = 300, 300  # steps
+LIMIT_SECONDS = 300.0
+
+
+def start(folder: Path, layout: list[str], name: str) -> subprocess.Popen:
+    """One node of a run; its lines are printed with its name in front."""
+    command = [sys.executable, "mnist_ddp/mnist-distributed.py", *layout, *FLAGS, "--out-dir", str(folder)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shown = f"grep --line-buffered -v ' step ' | sed -u 's/^/{name} | /'"
+    pipe = subprocess.Popen(shown, shell=True, stdin=subprocess.PIPE)
+    node = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=pipe.stdin, stderr=subprocess.STDOUT)
+    assert pipe.stdin
+    pipe.stdin.close()
+    return node
+
+
+def wait_for(folder: Path, kind: str, count: int, *nodes: subprocess.Popen) -> None:
+    """Until the run has written so many rows of a kind."""
+    deadline, path = time.monotonic() + LIMIT_SECONDS, folder / "metrics.jsonl"
+    while not path.exists() or sum(row["kind"] == kind for row in read_metrics(path)) < count:
+        if time.monotonic() > deadline or any(node.poll() for node in nodes):
+            raise SystemExit(f"{folder} has not come to {count} rows of kind {kind}")
+        time.sleep(0.1)
+
+
+def kill(node: subprocess.Popen) -> None:
+    """The launcher of a node and all that it has started."""
+    process = psutil.Process(node.pid)
+    for one in [process, *process.children(recursive=True)]:
+        one.kill()
+    node.wait()
+
+
+def disturbed(folder: Path) -> None:
+    port = str(free_port())
+    layout = ["-n", "2", "-g", "3,1", "--master-addr", "127.0.0.1", "--master-port", port, "--elastic", "2"]
+    first = start(folder, [*layout, "-i", "0"], "node 0")
+    second = start(folder, [*layout, "-i", "1"], "node 1")
+    wait_for(folder, "train", KILLED_AT, first, second)
+    print("       > node 1 is killed", flush=True)
+    kill(second)
+    wait_for(folder, "train", KILLED_AT + STARTED_AFTER, first)
+    print("       > node 1 is started again", flush=True)
+    second = start(folder, [*layout, "-i", "1"], "node 1")
+    wait_for(folder, "members", 2, first)
+    if first.wait(LIMIT_SECONDS) or second.wait(LIMIT_SECONDS):
+        raise SystemExit("a node has failed")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a step is missing, or there twice"
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def draw(undisturbed: dict[int, float], found: dict[int, float], rows: list[dict[str, Any]], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=110, layout="constrained")
+    loss, members = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    loss.plot(*zip(*undisturbed.items(), strict=True), color="tab:orange", alpha=0.5, linewidth=4, label="undisturbed")
+    loss.plot(*zip(*found.items(), strict=True), color="black", linewidth=0.7, label="node 1 killed and brought back")
+    loss.set(ylabel="loss of each step", yscale="log", title="3+1 ranks, of which one node dies and comes back")
+    loss.legend()
+    plot_members(members, rows)
+    members.set(title="", ylabel="rank")
+    for axes in (loss, members):
+        axes.grid(alpha=0.3)
+    picture.parent.mkdir(exist_ok=True)
+    figure.savefig(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=ROOT / "runs" / "elastic.png", help="where to draw the curves")
+    picture = parser.parse_args().picture
+    with tempfile.TemporaryDirectory() as folder:
+        alone, together = Path(folder) / "alone", Path(folder) / "together"
+        if start(alone, ["-g", "1"], "alone ").wait(LIMIT_SECONDS):
+            raise SystemExit("the undisturbed run has failed")
+        disturbed(together)
+        expected, found = losses(alone), losses(together)
+        assert expected.keys() == found.keys()
+        apart = max(abs(found[step] / loss - 1) for step, loss in expected.items())
+        rows = read_metrics(together / "metrics.jsonl")
+        draw(expected, found, rows, picture)
+    print(
+        f"{len(found):,} steps, each done once; the losses differ by at most {apart:.1e} of their value: see {picture}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""What happens when something breaks: real faults in real runs, with and without --elastic.
+
+    faults.py [--only kill,stop,...] [--write docs/faults.md]
+
+Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1`, all nodes on this machine, in float64, at the
+moment that the table names, or after 100 steps. Seconds count from the fault: until the first line that names it, until
+those that are left have done the next optimizer steps (which are written about once a second), or until the last
+process has ended. `lost` counts the steps that are missing from metrics.jsonl, or whose loss differs from that of the
+undisturbed run by more than 1e-9 of it.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+
+from benchmarks.machine import describe
+from common.launch.addresses import free_port
+from common.record.metrics import read_metrics
+
+GPUS = (2, 1, 1)
+TIMEOUT_SECONDS = 5
+FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "40"]
+FLAGS += ["--timeout", str(TIMEOUT_SECONDS), "--join-timeout", "60"]
+STEP = 100
+LIMIT_SECONDS = 120.0
+NAMED = re.compile(r"error: |members  lost|interrupted: |was ended by|ended with exit code|stopped for|is not finite")
+
+# moment -> where the trainer's code is at it, and on which step
+MOMENTS = {
+    "forward": ("                        with precision.autocast():\n                            logits", STEP),
+    "all-reduce": ("                        precision.backward(", STEP),
+    "optimizer": ("                scheduler.step()\n", STEP),
+    "evaluation": ("                    numbers = evaluate(", 115),
+    "checkpoint": ("            report.compare_weights(", 115),
+}
+HOLD = "__import__('ctypes').PyDLL(None).sleep(60)"  # a call that does not give the interpreter's lock away
+DO = {  # in the process itself
+    "SIGKILL": "__import__('os').kill(__import__('os').getpid(), 9)",
+    "SIGSEGV": "__import__('os').kill(__import__('os').getpid(), 11)",
+    "os._exit(3)": "__import__('os')._exit(3)",
+    "exception": "raise ValueError('a damaged sample')",
+    "out of memory": "raise MemoryError('cannot allocate')",
+    "held interpreter lock": HOLD,
+    "stalled for 60 s": "__import__('time').sleep(60)",
+    "NaN in its loss": "loss_sum += float('nan')",
+}
+
+
+@dataclass
+class Fault:
+    """What goes wrong, and where."""
+
+    name: str
+    what: str  # a key of DO, or what is done from outside
+    moment: str = "forward"
+    rank: int = 0
+    elastic_only: bool = False
+
+
+FAULTS = [
+    *(Fault("kill", "SIGKILL", moment, rank) for moment in MOMENTS for rank in (0, 3)),
+    *(Fault("segv", "SIGSEGV", "forward", rank) for rank in (0, 3)),
+    *(Fault("exit", "os._exit(3)", "all-reduce", rank) for rank in (0, 3)),
+    *(Fault("exception", "exception", "forward", rank) for rank in (0, 3)),
+    Fault("memory", "out of memory", "all-reduce", 2),
+    *(Fault("lock", "held interpreter lock", "forward", rank) for rank in (0, 3)),
+    Fault("stall", "stalled for 60 s", "forward", 3),
+    Fault("nan", "NaN in its loss", "optimizer", 3),
+    *(Fault("stop", "SIGSTOP", "any", rank) for rank in (0, 3)),
+    *(Fault("supervisor", "SIGKILL of the supervisor", "any", rank) for rank in (0, 3)),
+    *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
+]
+
+
+@dataclass
+class Seen:
+    """What was seen of one run with a fault, in seconds after it."""
+
+    said: str = ""
+    detected: float | None = None
+    next_step: float | None = None
+    ended: float | None = None
+    codes: list[int | None] = field(default_factory=list)
+    lost: str = ""
+
+
+class Job:
+    """The nodes of a run, and when they have said what."""
+
+    def __init__(self, script: Path, folder: Path, elastic: bool):
+        self.folder, self.lines = folder, list[tuple[float, str]]()
+        layout = ["-n", str(len(GPUS)), "-g", ",".join(map(str, GPUS)), "--master-addr", "127.0.0.1"]
+        layout += ["--master-port", str(free_port()), *(["--elastic", "1"] if elastic else [])]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{script.parents[1]}:{ROOT}"}
+        self.nodes = [
+            subprocess.Popen(
+                [sys.executable, str(script), *layout, *FLAGS, "-i", str(node), "--out-dir", str(folder)],
+                cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for node in range(len(GPUS))
+        ]  # fmt: skip
+        for node in self.nodes:
+            threading.Thread(target=self._read, args=(node,), daemon=True).start()
+
+    def _read(self, node: subprocess.Popen) -> None:
+        assert node.stdout
+        for line in node.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+
+    def steps(self) -> int:
+        with contextlib.suppress(OSError):
+            return max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)
+        return 0
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.steps() < step:
+            if time.monotonic() > deadline or any(node.poll() for node in self.nodes):
+                raise SystemExit("the run has not begun:\n" + "\n".join(line for _, line in self.lines))
+            time.sleep(0.02)
+
+    def worker(self, rank: int) -> tuple[int, psutil.Process]:
+        """The node of a rank, and its process."""
+        node = next(number for number in range(len(GPUS)) if rank < sum(GPUS[: number + 1]))
+        started = [one for one in psutil.Process(self.nodes[node].pid).children() if "rank" in " ".join(one.cmdline())]
+        named = [one for one in started if f" rank {rank} of" in " ".join(one.cmdline())]
+        return node, (named or [psutil.Process(self.nodes[node].pid)])[0]
+
+    def end(self) -> None:
+        for node in self.nodes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+                    one.kill()
+            node.wait()
+
+
+def script_with(fault: Fault, folder: Path) -> tuple[Path, Path]:
+    """A copy of the trainer in which the rank does what the fault says, once; and the file that notes when."""
+    stamp, package = folder / "fault-at", folder / "faulty_ddp"
+    package.mkdir()
+    for name in ("mnist-distributed.py", "train.py"):
+        source = (ROOT / "mnist_ddp" / name).read_text().replace("mnist_ddp.train", "faulty_ddp.train")
+        if name == "train.py" and fault.what in DO:
+            place, step = MOMENTS[fault.moment]
+            assert source.count(place) == 1, place
+            indent = " " * (len(place) - len(place.lstrip()))
+            once = (
+                f"step == {step} and worker.rank == {fault.rank} and not __import__('os').path.exists({str(stamp)!r})"
+            )
+            note = f"open({str(stamp)!r}, 'w').write(str(__import__('time').monotonic()))"
+            source = source.replace(
+                place, f"{indent}if {once}:\n{indent}    {note}\n{indent}    {DO[fault.what]}\n{place}"
+            )
+        (package / name).write_text(source)
+    return package / "mnist-distributed.py", stamp
+
+
+def inject(fault: Fault, job: Job, stamp: Path) -> float:
+    """Returns when the fault has happened."""
+    if fault.what in DO:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (stamp.exists() and stamp.read_text()):
+            assert time.monotonic() < deadline, job.lines
+            time.sleep(0.01)
+        return float(stamp.read_text())
+    job.wait_for_step(STEP)
+    node, worker = job.worker(fault.rank)
+    now = time.monotonic()
+    if fault.what == "SIGSTOP":
+        worker.suspend()
+    elif fault.what == "SIGKILL of the supervisor":
+        job.nodes[node].send_signal(signal.SIGKILL)
+    else:
+        supervisor = psutil.Process(job.nodes[node].pid)
+        for one in [supervisor, *supervisor.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    return now
+
+
+def observe(fault: Fault, elastic: bool, expected: dict[int, float]) -> Seen:
+    with tempfile.TemporaryDirectory() as place:
+        folder, seen = Path(place), Seen()
+        script, stamp = script_with(fault, folder)
+        job = Job(script, folder / "run", elastic)
+        try:
+            began = inject(fault, job, stamp)
+            at, deadline = job.steps(), time.monotonic() + LIMIT_SECONDS
+            while time.monotonic() < deadline and any(node.poll() is None for node in job.nodes):
+                members = elastic and any("members  lost" in line for _, line in list(job.lines))
+                if seen.next_step is None and members and job.steps() > max(at, STEP) + 1:
+                    seen.next_step = time.monotonic() - began
+                time.sleep(0.02)
+            seen.ended = time.monotonic() - began if time.monotonic() < deadline else None
+            time.sleep(0.2)
+            named = [(when - began, line) for when, line in job.lines if when > began and NAMED.search(line)]
+            if named:
+                seen.detected = named[0][0]
+                members_said = [line for _, line in named if "members  lost" in line]
+                errors = [line for _, line in named if "error: " in line]
+                seen.said = (members_said or errors or [line for _, line in named])[0]
+            seen.codes = [node.returncode for node in job.nodes]
+            found = {
+                row["step"]: row["loss"]
+                for row in read_metrics(folder / "run" / "metrics.jsonl")
+                if row["kind"] == "train"
+            }
+            wrong = [s for s, loss in found.items() if loss is None or abs(loss / expected[s] - 1) > 1e-9]
+            missing = [s for s in range(1, max(found) + 1) if s not in found]
+            seen.lost = (
+                "nothing" if max(found) == max(expected) and not wrong and not missing else f"ends at step {max(found)}"
+            )
+            if wrong or missing:
+                seen.lost += f", {len(wrong)} wrong, {len(missing)} missing"
+        finally:
+            job.end()
+        return seen
+
+
+def shown(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f}"
+
+
+def clean(said: str) -> str:
+    """A line of the log without what tells one run from another."""
+    return re.sub(r"^\[\d+[^]]*\] ", "", said).replace("|", "/").replace("members  ", "")[:150]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of faults, such as kill,stop")
+    parser.add_argument("--write", type=Path, help="put the table into this file, between its markers")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "mnist_ddp/mnist-distributed.py", "-g", "1", *FLAGS, "--out-dir", folder]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        expected = {r["step"]: r["loss"] for r in read_metrics(Path(folder) / "metrics.jsonl") if r["kind"] == "train"}
+    table = [
+        describe(),
+        "",
+        "| fault | moment | rank | without `--elastic`: said | named, s | all ended, s | with `--elastic 1`: said "
+        "| named, s | next step, s | lost |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for fault in FAULTS:
+        if args.only and fault.name not in args.only.split(","):
+            continue
+        plain, elastic = (observe(fault, is_elastic, expected) for is_elastic in (False, True))
+        cells = [fault.what, fault.moment, fault.rank, clean(plain.said), shown(plain.detected), shown(plain.ended)]
+        cells += [clean(elastic.said), shown(elastic.detected), shown(elastic.next_step), elastic.lost]
+        table.append("| " + " | ".join(map(str, cells)) + " |")
+        print(table[-1], flush=True)
+    if args.write:
+        text = args.write.read_text()
+        head, _, rest = text.partition("<!-- table -->")
+        _, _, tail = rest.partition("<!-- end -->")
+        args.write.write_text(f"{head}<!-- table -->\n" + "\n".join(table) + f"\n<!-- end -->{tail}")
+
+
+if __name__ == "__main__":
+    main()
