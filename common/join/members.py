@@ -13,10 +13,13 @@ The leader writes the address of its standby into the store at --master-addr, wh
 """
 
 import json
+import math
+import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +32,7 @@ from common.errors import MembersChanged, RankLost, RunEnded, RunError
 from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import LEADER, leader_in
-from common.join.lost import in_words, is_contact_lost, within
+from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import WILDCARDS, OpenStore, connect, open_store, serve, serve_at
 from common.join.view import node_of, places
 from common.join.waiting import Every, poll
@@ -43,8 +46,8 @@ REACH_SECONDS = 0.5  # for a machine to accept a connection
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
 COMPLETE_SECONDS = 1.0  # without another one, after which the processes that have come are let in
-SPARE_SECONDS = 10.0  # that a member waits for the leader's verdict beyond --timeout
 ADDRESSES = "addresses"  # of all members' standbys
+LEADS = "leads"  # is there while the rank leads a change
 
 DISMISS_SECONDS = 3.0  # after the run, for processes that are about to come
 NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up
@@ -139,7 +142,8 @@ class Membership:
             connections.close()  # the other ranks, which may wait for this one, notice it now
             if dist.is_initialized():
                 dist.destroy_process_group()
-            change = self.meet(lambda states: _why(states, views, store))
+            late = any(sign in str(error) for sign in TIMEOUTS)
+            change = self.meet(lambda states: _why(states, views, store), late)
         else:
             self._dismiss()
             return
@@ -189,6 +193,9 @@ class Membership:
             if number not in self.seen and self.standby.check([f"present/{number}"]):
                 self.seen.add(number)
                 self.waiting[number] = json.loads(self.standby.get(f"present/{number}"))
+        for number in list(self.waiting):
+            if self.standby.check([f"present/{number}/left"]):
+                del self.waiting[number]
 
     def _dismiss(self) -> None:
         """The run is over: tell the processes that wait. Where a rank was lost, the one that replaces it may only just
@@ -208,23 +215,28 @@ class Membership:
 
     # --- a change of the members ------------------------------------------------------------------------------------
 
-    def meet(self, lost: Callable[[dict[int, str]], str] | None = None) -> MembersChanged:
+    def meet(self, lost: Callable[[dict[int, str]], str] | None = None, late: bool = False) -> MembersChanged:
         """Agree with the other members on those of the next generation. `lost` says in words what has happened to
-        ranks; None between two steps, when others are to be let in. Raises RunError where this process must end."""
+        ranks; None between two steps, when others are to be let in. `late` where this rank has waited for --timeout
+        already. Raises RunError where this process must end."""
         if not self.views:  # it was let in, but has never worked
             return self.enter(self.leaders[0])
+        frozen: set[int] = set()
+        patience = SILENT_SECONDS if late else self.options.timeout_seconds
         for view in self.views:
             if view["rank"] == self.rank:
-                return self._change(self.standby, self._lead(lost))
+                return self._change(self.standby, self._lead(lost, frozen))
             while (store := _reach(address_of(view))) is not None:  # else it has ended too, and the next rank leads
                 with suppress(RuntimeError):
-                    if verdict := self._attend(store, self.options.timeout_seconds + SPARE_SECONDS):
+                    if verdict := self._attend(store, self.options.join_timeout_seconds, patience):
                         return self._change(store, verdict)
-                    break  # it does not lead, though it answers
+                    frozen.add(view["rank"])
+                    break
         raise RunError("the other members of this run cannot be reached, and go on without this rank if they can")
 
-    def _attend(self, store: dist.Store, seconds: float) -> dict | None:
-        """Come to the standby of the rank that leads, and wait for its verdict."""
+    def _attend(self, store: dist.Store, seconds: float, patience: float = math.inf) -> dict | None:
+        """Come to the standby of the rank that leads, and wait for its verdict. None where it does not begin to lead
+        within `patience` seconds: a frozen process, whose store may answer all the same."""
         number = store.add("present", 1)
         layout = self.original.layout
         me = {
@@ -236,12 +248,27 @@ class Membership:
         }
         store.set(f"present/{number}", json.dumps(me))
         key = f"verdict/{number}"
-        found = poll(lambda: store.get(key) if store.check([key]) else None, seconds, longest_pause_seconds=0.1)
-        return json.loads(found) if found else None
+        nobody_leads = json.dumps({"frozen": True}).encode()
 
-    def _lead(self, lost: Callable[[dict[int, str]], str] | None) -> dict:
+        def answer() -> Any:
+            if store.check([key]):
+                return store.get(key)
+            if time.monotonic() - began < patience or store.check([LEADS]):
+                return None
+            # Where it has gone on without this rank, this one waits to be let in.
+            return nobody_leads if self.address in json.loads(store.get(ADDRESSES)) else None
+
+        began = time.monotonic()
+        found = json.loads(poll(answer, seconds, longest_pause_seconds=0.1) or nobody_leads)
+        if "frozen" in found:
+            store.set(f"present/{number}/left", "")
+            return None
+        return found
+
+    def _lead(self, lost: Callable[[dict[int, str]], str] | None, frozen: Collection[int]) -> dict:
         """Wait for the members that are alive, decide, and tell them."""
-        here, missing = self._wait_for_members()
+        self.standby.set(LEADS, "")
+        here, missing = self._wait_for_members(frozen)
         problem = self._minority(here, missing)  # the members that are here read it too
         new = [] if problem else self._newcomers()
         members = [_member(self.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
@@ -259,7 +286,9 @@ class Membership:
             "ends": few if len(members) < minimum else "",
             "problem": problem,
             "address": self.address,
+            "lost": [self.views[rank] for rank, state in missing.items() if state != DEAD],
         }
+        self.standby.delete_key(LEADS)
         told = {one["standby"] for one in members}
         for number in [number for number, one in self.waiting.items() if one["standby"] in told]:
             self.standby.set(f"verdict/{number}", json.dumps(verdict))
@@ -277,24 +306,23 @@ class Membership:
             "side ends: is the network split? Start it again where the others are not running"
         )
 
-    def _wait_for_members(self) -> tuple[set[int], dict[int, str]]:
+    def _wait_for_members(self, frozen: Collection[int]) -> tuple[set[int], dict[int, str]]:
         """(here, missing): the ranks that have come to this one, and what is known of the others. It waits for one that
-        is busy, at most --timeout, and for one that is silent, two seconds."""
+        is busy, at most --timeout, and for one that is silent, two seconds; not for those that are `frozen`."""
         ranks = {address_of(view): view["rank"] for view in self.views}
-        here = {self.rank}
         began = time.monotonic()
         heard = dict.fromkeys(ranks.values(), began)
         pause = 0.02
         while True:
             self._read_new()
-            here |= {ranks[one["standby"]] for one in self.waiting.values() if one["standby"] in ranks}
+            here = {self.rank} | {ranks[one["standby"]] for one in self.waiting.values() if one["standby"] in ranks}
             missing = [rank for rank in ranks.values() if rank not in here]
             states = dict(zip(missing, _states([address_of(self.views[rank]) for rank in missing]), strict=True))
             now = time.monotonic()
             heard |= {rank: now for rank, state in states.items() if state == ALIVE}
             is_late = now - began > self.options.timeout_seconds
-            gone = [r for r in missing if states[r] == DEAD or now - heard[r] > SILENT_SECONDS or is_late]
-            if len(gone) == len(missing):
+            silent = [rank for rank in missing if now - heard[rank] > SILENT_SECONDS]
+            if is_late or all(states[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
                 return here, states
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)
@@ -318,6 +346,8 @@ class Membership:
             raise RunEnded("the run has ended meanwhile, without this rank")
         if verdict["problem"]:
             raise RunError(verdict["problem"], same_on_every_rank=True)
+        for view in verdict["lost"]:
+            self._end_frozen(view)
         self.generation, self.cause, self.ends = verdict["generation"], verdict["cause"], verdict["ends"]
         members, layout = verdict["members"], self.original.layout
         rank = next(index for index, one in enumerate(members) if one["standby"] == self.address)
@@ -345,6 +375,14 @@ class Membership:
             originals=tuple(one["original"] for one in members),
         )
         return MembersChanged(worker)
+
+    def _end_frozen(self, view: dict) -> None:
+        """End a process of this machine that is alive and counts as lost: it would hold the run's files, and go on by
+        itself when it wakes up. Its supervisor starts another one."""
+        mine = self.views[self.rank] if self.views else {"pid_space": ""}
+        if view["pid_space"] == mine["pid_space"] and view["pid"] != os.getpid():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(view["pid"], signal.SIGKILL)
 
 
 def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membership]:

@@ -125,7 +125,12 @@ class Report:
         received = self.interrupts.received if self.interrupts else 0
         wait = self.group.members is not None and self.group.members.newcomers_wait
         if self.group.members:
-            self.group.members.held.recent, self.group.members.held.noted = noted, []
+            held = self.group.members.held
+            held.recent, held.noted, held.unwritten = (
+                noted,
+                [],
+                [],
+            )  # rank 0 wrote the last ones when it opened the files
         gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
         self.lets_in = self.lets_in or gathered.let_in
         # All ranks compute these two from the same gathered numbers.
