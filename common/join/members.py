@@ -120,10 +120,8 @@ class Membership:
         """Use while the members of a generation work, whose `views` are by rank. Raises MembersChanged after a rank was
         lost, and where members are to change. `leave` leaves the process group in order."""
         self.rank, self.views, self.newcomers_wait = worker.rank, views, False
-        if worker.board and self.leads:
-            worker.board.leader = self.address
-        elif worker.board:
-            worker.board.leader = views[0]["addresses"]["standby"]
+        if worker.board:
+            worker.board.leader = address_of(views[0])
         self.standby.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
         try:
             with self._looking(connections):
@@ -288,11 +286,11 @@ class Membership:
             "address": self.address,
             "lost": [self.views[rank] for rank, state in missing.items() if state != DEAD],
         }
-        self.standby.delete_key(LEADS)
         told = {one["standby"] for one in members}
         for number in [number for number, one in self.waiting.items() if one["standby"] in told]:
             self.standby.set(f"verdict/{number}", json.dumps(verdict))
             del self.waiting[number]
+        self.standby.delete_key(LEADS)
         return verdict
 
     def _minority(self, here: set[int], missing: dict[int, str]) -> str:

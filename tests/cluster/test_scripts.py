@@ -179,13 +179,10 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, tm
 
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 20)
     slurm("scancel", "--signal=USR1", number).result(30)
-
-    def is_done() -> bool:
-        if state() == "PENDING":  # Slurm would wait two minutes, which it counts from the end of the job's cleaning up
-            slurm("scontrol", "update", f"JobId={number}", "StartTime=now").result(30)
-        return "done     3000 steps" in log.read_text()
-
-    wait_until(is_done, 200)
+    wait_until(lambda: state() == "PENDING")
+    time.sleep(6)  # Slurm starts it after two minutes; at once, it would still revoke the job's credential
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now").result(30)
+    wait_until(lambda: "done     3000 steps" in log.read_text(), 110)
     said = log.read_text()
     assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
     assert len(losses(tmp_path / "run")) == 3000
