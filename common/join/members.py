@@ -33,7 +33,7 @@ from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import LEADER, leader_in
 from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
-from common.join.store import WILDCARDS, OpenStore, connect, open_store, serve, serve_at
+from common.join.store import OpenStore, connect, open_store, serve, serve_at
 from common.join.view import node_of, places
 from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
@@ -377,8 +377,9 @@ class Membership:
     def _end_frozen(self, view: dict) -> None:
         """End a process of this machine that is alive and counts as lost: it would hold the run's files, and go on by
         itself when it wakes up. Its supervisor starts another one."""
-        mine = self.views[self.rank] if self.views else {"pid_space": ""}
-        if view["pid_space"] == mine["pid_space"] and view["pid"] != os.getpid():
+        mine = self.views[self.rank] if self.views else {"pid_space": "", "host": ""}
+        is_here = (view["pid_space"], view["host"]) == (mine["pid_space"], mine["host"])
+        if is_here and view["pid"] != os.getpid():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(view["pid"], signal.SIGKILL)
 
@@ -391,9 +392,14 @@ def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membe
         member = _membership(worker, options, network.own_address(options.interface))
         raise member.enter(worker.board.leader)
     opened = open_store(worker, options)
-    host, _ = host_and_port(worker.layout.init_method)
-    here = host if opened.leads and host not in WILDCARDS else opened.own_address
+    here, host = opened.own_address, host_and_port(worker.layout.init_method)[0]
+    if worker.layout.nodes != 1 and _is_loopback(here) and not _is_loopback(host):
+        here = network.own_address(options.interface)  # node 0's workers reach the store by loopback, the others do not
     return opened, _membership(worker, options, here, opened)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "localhost")
 
 
 def _membership(worker: Worker, options: JoinOptions, host: str, opened: OpenStore | None = None) -> Membership:

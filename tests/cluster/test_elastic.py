@@ -11,6 +11,7 @@ from tests.harness import MNIST, losses, play, rows
 
 TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 300, "--max-steps", 5000)
 PORT = 29670
+OWN_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")  # as on another machine
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ class Job:
     def start(self, node: int):
         layout = ("-n", 2, "-g", "3,1", "--device", "cpu", "--elastic", 1, "--timeout", 5, "--master-port", PORT)
         where = () if node == 0 else ("--master-addr", "10.77.0.1")
-        command = ("python", MNIST, *layout, *TRAINING, "-i", node, *where, "--out-dir", self.folder)
+        command = (*OWN_PIDS, "python", MNIST, *layout, *TRAINING, "-i", node, *where, "--out-dir", self.folder)
         return self.hosts.on(("nodea", "nodeb")[node], *command)
 
     def wait_for(self, kind: str, count: int) -> None:
