@@ -9,6 +9,7 @@ A data set in such a process is a copy, made when the process starts. It learns 
 it with the indices of every batch (`common.uneven.sampling.Indices`).
 """
 
+import ctypes
 import multiprocessing
 import signal
 import threading
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def worker_options(workers: int, device: torch.device, preload: Sequence[str] = ()) -> dict[str, Any]:
@@ -49,8 +52,13 @@ def end_with_rank(worker_id: int) -> None:
     """A DataLoader's `worker_init_fn`: leave Ctrl-C to the rank, and end when the rank has ended, by whatever means.
 
     torch's own watch asks for the parent process, and that is the fork server, which lives as long as its processes.
+    Should that one be killed, the rank takes its processes for dead and says so; on Linux they end with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if type(multiprocessing.current_process()).__name__ == "ForkServerProcess":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "prctl"):
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_wait_for_rank, name="wait for the rank's end", daemon=True).start()
 
 
