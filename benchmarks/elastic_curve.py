@@ -9,8 +9,6 @@ About a minute on two cores.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,60 +18,46 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import psutil
-
-from common.launch.addresses import free_port
+from benchmarks.played import PlayedRun
 from common.record.metrics import read_metrics
 from common.record.plots import plot_members
 
 FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "100"]
 KILLED_AT, STARTED_AFTER = 300, 300  # steps
 LIMIT_SECONDS = 300.0
+SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
 
 
-def start(folder: Path, layout: list[str], name: str) -> subprocess.Popen:
-    """One node of a run; its lines are printed with its name in front."""
-    command = [sys.executable, "mnist_ddp/mnist-distributed.py", *layout, *FLAGS, "--out-dir", str(folder)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    shown = f"grep --line-buffered -v ' step ' | sed -u 's/^/{name} | /'"
-    pipe = subprocess.Popen(shown, shell=True, stdin=subprocess.PIPE)
-    node = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=pipe.stdin, stderr=subprocess.STDOUT)
-    assert pipe.stdin
-    pipe.stdin.close()
-    return node
+class Watched(PlayedRun):
+    def heard(self, node: int, line: str) -> None:
+        if " step " not in line:
+            name = f"node {node}" if len(self.gpus) > 1 else "alone "
+            print(f"{name} | {line}", flush=True)
 
+    def wait_for(self, kind: str, count: int) -> None:
+        """Until the run has written so many rows of a kind."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(self.rows(kind)) < count:
+            if time.monotonic() > deadline or any(node.poll() for node in self.nodes if node.returncode != -9):
+                raise SystemExit(f"{self.folder} has not come to {count} rows of kind {kind}")
+            time.sleep(0.1)
 
-def wait_for(folder: Path, kind: str, count: int, *nodes: subprocess.Popen) -> None:
-    """Until the run has written so many rows of a kind."""
-    deadline, path = time.monotonic() + LIMIT_SECONDS, folder / "metrics.jsonl"
-    while not path.exists() or sum(row["kind"] == kind for row in read_metrics(path)) < count:
-        if time.monotonic() > deadline or any(node.poll() for node in nodes):
-            raise SystemExit(f"{folder} has not come to {count} rows of kind {kind}")
-        time.sleep(0.1)
-
-
-def kill(node: subprocess.Popen) -> None:
-    """The launcher of a node and all that it has started."""
-    process = psutil.Process(node.pid)
-    for one in [process, *process.children(recursive=True)]:
-        one.kill()
-    node.wait()
+    def require_success(self) -> None:
+        if any(node.wait(LIMIT_SECONDS) for node in self.nodes):
+            raise SystemExit("a node has failed")
 
 
 def disturbed(folder: Path) -> None:
-    port = str(free_port())
-    layout = ["-n", "2", "-g", "3,1", "--master-addr", "127.0.0.1", "--master-port", port, "--elastic", "2"]
-    first = start(folder, [*layout, "-i", "0"], "node 0")
-    second = start(folder, [*layout, "-i", "1"], "node 1")
-    wait_for(folder, "train", KILLED_AT, first, second)
+    run = Watched(SCRIPT, (3, 1), folder, "--elastic", 2, *FLAGS)
+    run.wait_for("train", KILLED_AT)
     print("       > node 1 is killed", flush=True)
-    kill(second)
-    wait_for(folder, "train", KILLED_AT + STARTED_AFTER, first)
+    run.kill_node(1)
+    run.nodes[1].wait()
+    run.wait_for("train", KILLED_AT + STARTED_AFTER)
     print("       > node 1 is started again", flush=True)
-    second = start(folder, [*layout, "-i", "1"], "node 1")
-    wait_for(folder, "members", 2, first)
-    if first.wait(LIMIT_SECONDS) or second.wait(LIMIT_SECONDS):
-        raise SystemExit("a node has failed")
+    run.start(1)
+    run.wait_for("members", 2)
+    run.require_success()
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -105,8 +89,7 @@ def main() -> None:
     picture = parser.parse_args().picture
     with tempfile.TemporaryDirectory() as folder:
         alone, together = Path(folder) / "alone", Path(folder) / "together"
-        if start(alone, ["-g", "1"], "alone ").wait(LIMIT_SECONDS):
-            raise SystemExit("the undisturbed run has failed")
+        Watched(SCRIPT, (1,), alone, *FLAGS).require_success()
         disturbed(together)
         expected, found = losses(alone), losses(together)
         assert expected.keys() == found.keys()

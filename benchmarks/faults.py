@@ -11,14 +11,11 @@ undisturbed run by more than 1e-9 of it.
 """
 
 import argparse
-import contextlib
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import psutil
-
 from benchmarks.machine import describe
-from common.launch.addresses import free_port
+from benchmarks.played import LIMIT_SECONDS, PlayedRun
 from common.record.metrics import read_metrics
 
 GPUS = (2, 1, 1)
@@ -37,7 +32,6 @@ TIMEOUT_SECONDS = 5
 FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "40"]
 FLAGS += ["--timeout", str(TIMEOUT_SECONDS), "--join-timeout", "60"]
 STEP = 100
-LIMIT_SECONDS = 120.0
 NAMED = re.compile(r"error: |members  lost|interrupted: |was ended by|ended with exit code|stopped for|is not finite")
 
 # moment -> where the trainer's code is at it, and on which step
@@ -99,56 +93,6 @@ class Seen:
     lost: str = ""
 
 
-class Job:
-    """The nodes of a run, and when they have said what."""
-
-    def __init__(self, script: Path, folder: Path, elastic: bool):
-        self.folder, self.lines = folder, list[tuple[float, str]]()
-        layout = ["-n", str(len(GPUS)), "-g", ",".join(map(str, GPUS)), "--master-addr", "127.0.0.1"]
-        layout += ["--master-port", str(free_port()), *(["--elastic", "1"] if elastic else [])]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{script.parents[1]}:{ROOT}"}
-        self.nodes = [
-            subprocess.Popen(
-                [sys.executable, str(script), *layout, *FLAGS, "-i", str(node), "--out-dir", str(folder)],
-                cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for node in range(len(GPUS))
-        ]  # fmt: skip
-        for node in self.nodes:
-            threading.Thread(target=self._read, args=(node,), daemon=True).start()
-
-    def _read(self, node: subprocess.Popen) -> None:
-        assert node.stdout
-        for line in node.stdout:
-            self.lines.append((time.monotonic(), line.rstrip()))
-
-    def steps(self) -> int:
-        with contextlib.suppress(OSError):
-            return max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)
-        return 0
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while self.steps() < step:
-            if time.monotonic() > deadline or any(node.poll() for node in self.nodes):
-                raise SystemExit("the run has not begun:\n" + "\n".join(line for _, line in self.lines))
-            time.sleep(0.02)
-
-    def worker(self, rank: int) -> tuple[int, psutil.Process]:
-        """The node of a rank, and its process."""
-        node = next(number for number in range(len(GPUS)) if rank < sum(GPUS[: number + 1]))
-        started = [one for one in psutil.Process(self.nodes[node].pid).children() if "rank" in " ".join(one.cmdline())]
-        named = [one for one in started if f" rank {rank} of" in " ".join(one.cmdline())]
-        return node, (named or [psutil.Process(self.nodes[node].pid)])[0]
-
-    def end(self) -> None:
-        for node in self.nodes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for one in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
-                    one.kill()
-            node.wait()
-
-
 def script_with(fault: Fault, folder: Path) -> tuple[Path, Path]:
     """A copy of the trainer in which the rank does what the fault says, once; and the file that notes when."""
     stamp, package = folder / "fault-at", folder / "faulty_ddp"
@@ -170,7 +114,7 @@ def script_with(fault: Fault, folder: Path) -> tuple[Path, Path]:
     return package / "mnist-distributed.py", stamp
 
 
-def inject(fault: Fault, job: Job, stamp: Path) -> float:
+def inject(fault: Fault, job: PlayedRun, stamp: Path) -> float:
     """Returns when the fault has happened."""
     if fault.what in DO:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -179,17 +123,15 @@ def inject(fault: Fault, job: Job, stamp: Path) -> float:
             time.sleep(0.01)
         return float(stamp.read_text())
     job.wait_for_step(STEP)
-    node, worker = job.worker(fault.rank)
+    node = job.node_of(fault.rank)
+    worker = job.workers(node)[fault.rank]
     now = time.monotonic()
     if fault.what == "SIGSTOP":
         worker.suspend()
     elif fault.what == "SIGKILL of the supervisor":
         job.nodes[node].send_signal(signal.SIGKILL)
     else:
-        supervisor = psutil.Process(job.nodes[node].pid)
-        for one in [supervisor, *supervisor.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        job.kill_node(node)
     return now
 
 
@@ -197,7 +139,7 @@ def observe(fault: Fault, elastic: bool, expected: dict[int, float]) -> Seen:
     with tempfile.TemporaryDirectory() as place:
         folder, seen = Path(place), Seen()
         script, stamp = script_with(fault, folder)
-        job = Job(script, folder / "run", elastic)
+        job = PlayedRun(script, GPUS, folder / "run", *(["--elastic", 1] if elastic else []), *FLAGS)
         try:
             began = inject(fault, job, stamp)
             at, deadline = job.steps(), time.monotonic() + LIMIT_SECONDS

@@ -118,6 +118,21 @@ def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):
     require_same(tmp_path / "run", undisturbed_long)
 
 
+def test_a_rank_that_dies_again_and_again_is_left_out_and_its_neighbour_goes_on(undisturbed_long, tmp_path):
+    place = MOMENTS["backward"]
+    always = "getattr(worker.membership, 'original', worker).rank == 1"
+    body = f"{place[: -len(place.lstrip())]}if step >= 30 and {always}:\n"
+    body += f"{place[: -len(place.lstrip())]}    __import__('os')._exit(3)\n"
+    dying = altered(tmp_path / "dying_ddp", {place: body + place})
+    nodes = nodes_of((2, 1), tmp_path / "run", *LONG, "--global-batch", 64, *ELASTIC)
+    results = playing(dying, nodes, tmp_path).results()
+    assert [result.code for result in results] == [3, 0], results
+    assert "rank 1 has ended 3 times within 30 s of its start: it is left out" in results[0].output
+    there = [[one["original"] for one in row["ranks"]] for row in rows(tmp_path / "run", "members")]
+    assert there[-1] == [0, 2], there
+    require_same(tmp_path / "run", undisturbed_long)
+
+
 def test_too_few_ranks_save_and_end_and_the_run_can_be_resumed(undisturbed_long, tmp_path):
     under_way = Run(tmp_path / "run", "--elastic", 3)
     under_way.wait_for("train", 50)
@@ -191,3 +206,18 @@ def test_spans_of_members_follow_the_rows():
         {"kind": "train", "step": 20},
     ]
     assert spans_of_members(found) == {0: [(0, 20)], 1: [(0, 7), (11, 20)], 2: [(0, 20)]}
+
+
+def test_a_signal_before_a_change_of_the_members_is_heeded_after_it(tmp_path):
+    place = MOMENTS["backward"]  # one rank is signalled in the step in which another dies: they cannot agree before
+    indent, once = place[: -len(place.lstrip())], "step == 30 and not worker.membership"
+    body = (
+        f"{indent}if {once} and worker.rank == 1:\n{indent}    __import__('os').kill(__import__('os').getpid(), 10)\n"
+    )
+    body += (
+        f"{indent}if {once} and worker.rank == 2:\n{indent}    __import__('os').kill(__import__('os').getpid(), 9)\n"
+    )
+    dying = altered(tmp_path / "dying_ddp", {place: body + place})
+    nodes = nodes_of((2, 1), tmp_path / "run", *LONG, "--global-batch", 64, *ELASTIC)
+    results = playing(dying, nodes, tmp_path).results()
+    assert results[0].code == 75 and "interrupted: SIGUSR1 on rank 1" in results[0].output, results

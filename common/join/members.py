@@ -75,6 +75,7 @@ class Membership:
     cause: str = ""  # of the last change
     ends: str = ""  # why the run must save and end; empty while enough members are left
     held: Any = None  # the state of the optimisation, for the record room
+    interrupts: Any = None  # the signals that have come, for the record room
     seen: set[int] = field(default_factory=set)  # the numbers of those that have come to the standby
     waiting: dict[int, dict] = field(default_factory=dict)  # those that have had no verdict yet, by number
     newcomers_wait: bool = False  # and may be let in between two steps

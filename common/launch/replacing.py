@@ -49,6 +49,7 @@ class Replacing:
         self.board = board
         self.started: dict[int, float] = {}  # by rank
         self.soon: dict[int, int] = {}  # by rank: how often it has ended soon after its start
+        self.left_out: set[int] = set()  # ranks that are not started again, while the others of the node go on
 
     def note_start(self, worker: Worker) -> Worker:
         """The worker, with the board."""
@@ -64,6 +65,7 @@ class Replacing:
         if self.soon[worker.rank] >= MOST_SOON:
             often = f"{MOST_SOON} times within {SOON_SECONDS:.0f} s of its start"
             say(f"rank {worker.rank} has ended {often}: it is left out")
+            self.left_out.add(worker.rank)
             return None
         say(f"rank {worker.rank} {cause}: starting another process for it")
         return replace(worker, predecessor=cause)

@@ -98,6 +98,17 @@ class _Workers:
         self.known.add(successor.pid or 0)
         return successor
 
+    def forget(self, replaced: list[BaseProcess]) -> None:
+        """Close the descriptors of processes that have ended."""
+        for process in replaced:
+            self.known.discard(process.pid or 0)
+            del self.places[process]
+            process.close()
+
+    def is_left_out(self, process: BaseProcess) -> bool:
+        """Do the others of this node go on without it?"""
+        return self.replacing is not None and self.places[process].rank in self.replacing.left_out
+
 
 def _run_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
     orphans.adopt()
@@ -117,7 +128,7 @@ def _run_all(workers: _Workers, timeout_seconds: float, interruption: Interrupti
 def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
     """Returns the first failure's exit code, or 0."""
     running, stopped = list(workers.places), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
-    first_failure, deadline, store_answers = 0, float("inf"), True
+    first_failure, left_out, deadline, store_answers = 0, 0, float("inf"), True
     may_replace = workers.replacing is not None
     while running and time.monotonic() < deadline:
         interruption.require_in_time()
@@ -127,13 +138,17 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
                 process.join(LOOK_SECONDS)  # its files are closed, but its exit code may take a moment
         ended = [process for process in running if process.exitcode is not None]
         running = [process for process in running if process not in ended]
+        replaced: list[BaseProcess] = []
         for process in ended:
             if interruption.has_ended(process):
                 return interruption.exit_code
             may_replace = may_replace and bool(process.exitcode) and not interruption.received  # else the run ends
             if may_replace and (successor := workers.replace(process)):
                 running.append(successor)
+                replaced.append(process)
                 interruption.watch(running)
+            elif workers.is_left_out(process):
+                left_out = left_out or _shell_code(process)
             elif process.exitcode and not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
@@ -144,6 +159,7 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
                 store_answers = _tell(workers.places[process], process.exitcode)
         if any(process.exitcode for process in ended):
             orphans.end(workers.known)
+        workers.forget(replaced)
         if overdue := stopped.look(running):
             if may_replace:
                 for process in overdue:
@@ -154,16 +170,21 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
             so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
             say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)
             return first_failure or 1
-    return first_failure
+    return first_failure or left_out
 
 
 def _exit_code(process: BaseProcess) -> int:
-    """The worker's exit code. A signal becomes 128 + its number, as in shells, and is printed."""
+    """The worker's exit code, as in shells. A signal is printed."""
     code = process.exitcode or 0
-    if code >= 0:
-        return code
-    say(f"{process.name} {_cause(code)}; ending the other workers of this node")
-    return 128 - code
+    if code < 0:
+        say(f"{process.name} {_cause(code)}; ending the other workers of this node")
+    return _shell_code(process)
+
+
+def _shell_code(process: BaseProcess) -> int:
+    """The worker's exit code. A signal becomes 128 + its number."""
+    code = process.exitcode or 0
+    return code if code >= 0 else 128 - code
 
 
 def _cause(code: int) -> str:

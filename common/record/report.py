@@ -81,13 +81,25 @@ class Report:
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds)
-        self.interrupts = Interrupts(self.group.worker.rank, speaks=self.group.worker.local_rank == 0)
-        self.group.at_end.callback(self.interrupts.close)
+        self._heed_signals()
         if self.group.members:
             self.goes_on = first_step > 0 and self.group.members.generation > 0
             self.wants_checkpoint = self.goes_on and not has_checkpoints  # the disk that has them is gone
             self.interrupted_by = self.group.members.ends
             self.clock.saved_at = self.group.members.held.saved_at
+
+    def _heed_signals(self) -> None:
+        """From now on; where members may change, also between two generations, and what came in the one before."""
+        members, worker = self.group.members, self.group.worker
+        if members and members.interrupts:
+            self.interrupts = members.interrupts
+            self.interrupts.rank, self.interrupts.speaks = worker.rank, worker.local_rank == 0
+            return
+        self.interrupts = Interrupts(worker.rank, speaks=worker.local_rank == 0)
+        if members:
+            members.interrupts = self.interrupts
+        else:
+            self.group.at_end.callback(self.interrupts.close)
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -126,11 +138,8 @@ class Report:
         wait = self.group.members is not None and self.group.members.newcomers_wait
         if self.group.members:
             held = self.group.members.held
-            held.recent, held.noted, held.unwritten = (
-                noted,
-                [],
-                [],
-            )  # rank 0 wrote the last ones when it opened the files
+            held.recent, held.noted = noted, []
+            held.unwritten = []  # rank 0 wrote them when it opened the files
         gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
         self.lets_in = self.lets_in or gathered.let_in
         # All ranks compute these two from the same gathered numbers.

@@ -1,0 +1,252 @@
+#!/usr/bin/env python3
+"""Many random faults in one long run with --elastic: its weights, and the memory, descriptors and threads it holds.
+
+    random_faults.py [--faults 200] [--seed 1] [--picture docs/random-faults.png]
+
+The nodes of `-n 3 -g 2,1,1` run on this machine, in float64. The seed draws the faults: after which step, whom, and
+what: a worker, a supervisor or all of a node ended by SIGKILL, a worker by SIGSEGV, a worker stopped. A quarter of them
+comes within the steps or the joining right after the one before. A node whose supervisor has ended, or that has left a
+worker out, is started again a moment later. One worker that could go on is always left. Compares all losses and the
+final weights with those of an undisturbed run. About half an hour for 200 faults on two cores.
+"""
+
+import argparse
+import collections
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+from safetensors.torch import load_file
+
+from benchmarks.machine import describe
+from benchmarks.played import PROCESS_ENDED, PlayedRun
+from common.record.metrics import read_metrics
+
+GPUS = (2, 1, 1)
+FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", 256, "--epochs", 100_000]
+FLAGS += ["--timeout", 5, "--join-timeout", 60]
+STEPS_BETWEEN = (150, 450)
+STEPS_SOON = (0, 20)
+KINDS = ("kill worker", "segv worker", "stop worker", "kill supervisor", "kill node")
+WEIGHTS = (4, 1, 2, 2, 3)
+VICTIMS = (4, 4, 1, 4)  # how likely each rank is: some processes are to live for long
+STALLED_SECONDS = 120.0
+SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
+
+
+@dataclass
+class Fault:
+    """Drawn before the run begins."""
+
+    steps_later: int  # than the fault before
+    what: str
+    rank: int
+
+
+@dataclass
+class Life:
+    """What one process has held: (seconds, MB, descriptors, threads)."""
+
+    role: str
+    held: list[tuple[float, float, int, int]] = field(default_factory=list)
+
+
+def draw(count: int, seed: int) -> list[Fault]:
+    chance = random.Random(seed)
+    return [
+        Fault(
+            chance.randint(*(STEPS_SOON if chance.random() < 0.25 else STEPS_BETWEEN)),
+            chance.choices(KINDS, WEIGHTS)[0],
+            chance.choices(range(sum(GPUS)), VICTIMS)[0],
+        )
+        for _ in range(count)
+    ]
+
+
+class Battered(PlayedRun):
+    def __init__(self, folder: Path, total_steps: int):
+        super().__init__(SCRIPT, GPUS, folder, "--elastic", 1, "--max-steps", total_steps, *FLAGS)
+        self.began, self.lives = time.monotonic(), dict[int, Life]()
+        self.done, self.returns = collections.Counter[str](), dict[int, float]()
+        self.thin_since = dict[int, float]()
+
+    def may_lose(self, pids: set[int]) -> bool:
+        """Would a worker that has been in the run for a while be left?"""
+        others = (one for node in range(len(GPUS)) for one in self.workers(node).values() if one.pid not in pids)
+        for one in others:
+            with contextlib.suppress(*PROCESS_ENDED):
+                if one.status() != psutil.STATUS_STOPPED and time.time() - one.create_time() > 15:
+                    return True
+        return False
+
+    def inject(self, fault: Fault) -> bool:
+        """Whether it could be done."""
+        node = self.node_of(fault.rank)
+        workers = self.workers(node)
+        if self.nodes[node].poll() is not None or not workers:
+            return False
+        if fault.what.endswith("worker"):
+            local = fault.rank - sum(GPUS[:node])
+            victims = [sorted(workers.values(), key=lambda one: one.pid)[local % len(workers)]]
+        else:
+            victims = list(workers.values())
+        if not self.may_lose({one.pid for one in victims}):
+            return False
+        with contextlib.suppress(*PROCESS_ENDED):
+            if fault.what == "kill node":
+                self.kill_node(node)
+            elif fault.what == "kill supervisor":
+                self.nodes[node].kill()
+            elif fault.what == "stop worker":
+                victims[0].suspend()
+            elif fault.what == "segv worker":
+                victims[0].send_signal(11)
+            else:
+                victims[0].kill()
+        self.done[fault.what] += 1
+        return True
+
+    def bring_back(self, chance: random.Random) -> None:
+        """Start the nodes again that have ended, or that lack a worker for long."""
+        for node in range(len(GPUS)):
+            now = time.monotonic()
+            if self.nodes[node].poll() is None:
+                if len(self.workers(node)) == GPUS[node]:
+                    self.thin_since.pop(node, None)
+                elif now - self.thin_since.setdefault(node, now) > 20:
+                    self.kill_node(node)
+                    self.done["node started again after a worker was left out"] += 1
+            elif self.nodes[node].returncode == 0:
+                continue
+            elif node not in self.returns:
+                self.returns[node] = now + chance.uniform(0, 3)
+            elif now > self.returns[node]:
+                del self.returns[node]
+                self.thin_since.pop(node, None)
+                self.start(node)
+
+    def look(self) -> None:
+        """Note what the processes hold."""
+        for node in range(len(GPUS)):
+            with contextlib.suppress(*PROCESS_ENDED):
+                supervisor = psutil.Process(self.nodes[node].pid)
+                for process, role in [
+                    (supervisor, "supervisor"),
+                    *((w, "worker") for w in self.workers(node).values()),
+                ]:
+                    with contextlib.suppress(*PROCESS_ENDED):
+                        life = self.lives.setdefault(process.pid, Life(role))
+                        with process.oneshot():
+                            held = process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
+                        life.held.append((time.monotonic() - self.began, *held))
+
+
+def batter(run: Battered, faults: list[Fault], total_steps: int, seed: int) -> None:
+    """Inject all faults, and let the run come to its end."""
+    chance, due, looked = random.Random(seed), list(faults), 0.0
+    next_at, last_step, moved = STEPS_BETWEEN[0], 0, time.monotonic()
+    while any(node.poll() != 0 for node in run.nodes):
+        step = run.steps()
+        if step != last_step:
+            last_step, moved = step, time.monotonic()
+        if step == total_steps and all(node.poll() is not None for node in run.nodes):
+            break
+        if time.monotonic() - moved > STALLED_SECONDS:
+            raise SystemExit(f"no step for {STALLED_SECONDS:.0f} s after step {step}:\n{run.said()[-20000:]}")
+        if due and step >= next_at and step < total_steps - 200 and run.inject(due[0]):
+            fault = due.pop(0)
+            print(f"{len(faults) - len(due)}: after step {step}, {fault.what} of rank {fault.rank}", flush=True)
+            next_at = step + (due[0].steps_later if due else 0)
+        if step < total_steps - 200:
+            run.bring_back(chance)
+        if time.monotonic() - looked > 2:
+            looked = time.monotonic()
+            run.look()
+        time.sleep(0.05 if due else 0.5)
+    if due:
+        raise SystemExit(f"the run ended before {len(due)} of the faults: more steps are needed")
+
+
+def draw_picture(run: Battered, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 8), dpi=110, layout="constrained")
+    names = ("resident memory, MB", "file descriptors", "threads")
+    for index, (axes, name) in enumerate(zip(figure.subplots(3, 1, sharex=True), names, strict=True), start=1):
+        for life in run.lives.values():
+            seconds, values = [row[0] for row in life.held], [row[index] for row in life.held]
+            colour = "tab:orange" if life.role == "supervisor" else "tab:blue"
+            axes.plot(seconds, values, color=colour, linewidth=0.8)
+        axes.set(ylabel=name, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_title("Each process of 2+1+1 under random faults: supervisors orange, workers blue")
+    figure.axes[-1].set_xlabel("seconds")
+    path.parent.mkdir(exist_ok=True, parents=True)
+    figure.savefig(path)
+
+
+def growth(run: Battered) -> list[str]:
+    """What the processes that lived longest held after 20 seconds, and at their end."""
+    told = []
+    for role in ("supervisor", "worker"):
+        lives = sorted((one for one in run.lives.values() if one.role == role), key=lambda one: -len(one.held))[:3]
+        for life in lives:
+            early = next((row for row in life.held if row[0] > life.held[0][0] + 20), life.held[0])
+            late = life.held[-2] if len(life.held) > 1 else life.held[-1]  # the last one may be of a process that ends
+            told.append(
+                f"a {role} that lived {late[0] - life.held[0][0]:.0f} s: {early[1]:.0f} to {late[1]:.0f} MB, "
+                f"{early[2]} to {late[2]} descriptors, {early[3]} to {late[3]} threads"
+            )
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="of the run; 600 for each fault when left out")
+    parser.add_argument("--picture", type=Path, default=ROOT / "runs" / "random-faults.png")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes say")
+    args = parser.parse_args()
+    faults, total_steps = draw(args.faults, args.seed), args.steps or 600 * args.faults
+    print(describe())
+    with tempfile.TemporaryDirectory() as place:
+        alone, folder = Path(place) / "alone", Path(place) / "run"
+        undisturbed = PlayedRun(SCRIPT, (1,), alone, "--max-steps", total_steps, *FLAGS)
+        run = Battered(folder, total_steps)
+        try:
+            batter(run, faults, total_steps, args.seed)
+            if undisturbed.nodes[0].wait():
+                raise SystemExit(undisturbed.said())
+        finally:
+            if args.keep:
+                args.keep.mkdir(exist_ok=True, parents=True)
+                (args.keep / "said.log").write_text("\n".join(f"{when:.2f} {line}" for when, line in run.lines))
+            run.end()
+            undisturbed.end()
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+        assert [row["step"] for row in rows] == list(range(1, total_steps + 1)), "a step is missing, or there twice"
+        expected = [row["loss"] for row in undisturbed.rows("train")]
+        losses = max(abs(row["loss"] / loss - 1) for row, loss in zip(rows, expected, strict=True))
+        found, wanted = (
+            load_file(one / "checkpoints" / "latest" / "model.safetensors", device="cpu") for one in (folder, alone)
+        )
+        weights = max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items())
+        draw_picture(run, args.picture)
+        members = len(run.rows("members"))
+    print(f"{len(faults)} faults of seed {args.seed}: {dict(run.done)}; {members} changes of the members")
+    print(f"{total_steps:,} steps, each done once; losses differ by at most {losses:.1e} of their value, final weights")
+    print(f"by at most {weights:.1e}. Held by the processes that lived longest, after 20 s and at their end:")
+    print(*growth(run), f"See {args.picture}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
