@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from common.join.process_group import process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.record import checkpoint
 from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
@@ -97,13 +96,6 @@ def train(worker: Worker, args: Namespace) -> None:
             report.evaluation(step, **evaluate(net, test_loader, precision, device))
             return
 
-        def save() -> None:
-            report.compare_weights(step, net)
-            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
-                if worker.is_main:
-                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
-                    checkpoint.save(folder / "checkpoints", step, net, state, args.keep, **parts)
-
         def is_good_enough() -> bool:
             return args.target_accuracy is not None and report.last_eval.get("accuracy", 0.0) >= args.target_accuracy
 
@@ -121,7 +113,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     numbers = evaluate(net, test_loader, precision, device)
                 report.evaluation(step, **numbers)
             if saves:
-                save()
+                report.save(step, net, identity | recipe, parts, args.keep)
                 report.end_if_interrupted(step)  # by a signal
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)

@@ -21,7 +21,7 @@ MOMENTS = {
     "after the update": "                scheduler.step()\n",
     "exchange": "                for done in report.exchange():",
     "evaluation": "                    numbers = evaluate(",
-    "checkpoint": "            report.compare_weights(",
+    "checkpoint": "                report.save(",
 }
 DIES = "{indent}if {when} and worker.rank == {rank} and not worker.membership:\n"
 DIES += "{indent}    __import__('os').kill(__import__('os').getpid(), 9)\n"

@@ -24,13 +24,13 @@ def train(worker: Worker, args: Namespace) -> None:
         def empty_loss(model: torch.nn.Module) -> torch.Tensor:
         balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
         report = Report(group, plan, timer, options, untrained_loss, precision=precision)
-            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
         def epoch_ends() -> bool:
             return step == total_steps or step % plan.steps_per_epoch == 0
         def finish(evaluates: bool) -> None:
             saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
                 for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
                     precision.require_finite(done.step, done.loss, done.grad_norm)
+            if saves:
                 report.end_if_interrupted(step)  # by a signal
         report.open_together(folder, step, total_steps, micro_batches=sizes, **facts)
             epoch, first_step = divmod(step, plan.steps_per_epoch)

@@ -24,7 +24,6 @@ from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
 from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.record import checkpoint
 from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
@@ -124,13 +123,9 @@ def train(worker: Worker, args: Namespace) -> None:
         best_score = best.score_so_far(group, folder, measure, step)
 
         def save(into: str, keep: int, **numbers: float) -> None:
-            report.compare_weights(step, net)
-            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
-                if worker.is_main:
-                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares, **numbers}
-                    write_extra = pretrained.files_of(net, tokenizer)
-                    training = parts if into == "checkpoints" else {}
-                    checkpoint.save(folder / into, step, net, state, keep, write_extra, **training)
+            training = parts if into == "checkpoints" else {}
+            write_extra = pretrained.files_of(net, tokenizer)
+            report.save(step, net, identity | recipe | numbers, training, keep, write_extra, into)
 
         def epoch_ends() -> bool:
             return step == total_steps or step % plan.steps_per_epoch == 0
@@ -188,6 +183,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     break
 
         # Evaluate the best weights on every held-out set, with a table of each class.
+        report.finish_saving()
         with report.pause():
             best_step = best.load(group, folder, net) or step
             final = {

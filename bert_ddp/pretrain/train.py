@@ -22,7 +22,6 @@ from bert_ddp.text.flags import corpus_options
 from common.join.process_group import process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.record import checkpoint
 from common.record.folder import open_folder
 from common.record.report import Report
 from common.record.resume import resume
@@ -117,13 +116,6 @@ def train(worker: Worker, args: Namespace) -> None:
             net.config.save_pretrained(path)
             text.copy_tokenizer(path)
 
-        def save() -> None:
-            report.compare_weights(step, net)
-            with report.saving(), group.others_wait(f"rank 0, which saves step {step}"):
-                if worker.is_main:
-                    state = {**identity, **recipe, "layout": worker.layout.source, "shares": plan.shares}
-                    checkpoint.save(folder / "checkpoints", step, net, state, args.keep, write_extra, **parts)
-
         def epoch_ends() -> bool:
             return step == total_steps or step % plan.steps_per_epoch == 0
 
@@ -141,7 +133,7 @@ def train(worker: Worker, args: Namespace) -> None:
                     numbers = evaluate(net, test_loader, precision, device)
                 report.evaluation(step, **numbers, unigram_entropy=text.meta["unigram_entropy"])
             if saves:
-                save()
+                report.save(step, net, identity | recipe, parts, args.keep, write_extra)
                 report.end_if_interrupted(step)  # by a signal
 
         total_steps = min(schedule_steps, args.max_steps or schedule_steps)

@@ -172,7 +172,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         if members
         else naming_lost_rank(worker, joined.views, joined.store, connections)
     )
-    with lost, group.at_end:
+    with group.at_end, lost:  # a rank that is lost is named before what is left is closed
         connect(worker, options, device, backend, joined)
         connections.note()
         try:

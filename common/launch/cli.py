@@ -37,7 +37,18 @@ MAY_CHANGE = {
     *("interface", "join_timeout", "timeout", "work_timeout", "backend", "secret_file", "elastic"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
-    *("out_dir", "resume", "save_every", "keep", "eval_only", "log_every", "tensorboard", "unit", "on_nan"),
+    *(
+        "out_dir",
+        "resume",
+        "save_every",
+        "async_save",
+        "keep",
+        "eval_only",
+        "log_every",
+        "tensorboard",
+        "unit",
+        "on_nan",
+    ),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
@@ -241,6 +252,11 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         metavar="500|10m|1h",
         help="steps, minutes or hours between checkpoints; each epoch's end has one too",
     )
+    group.add_argument(
+        "--async-save",
+        action="store_true",
+        help="write checkpoints beside the training; rank 0 needs memory on the CPU for a second copy",
+    )
     group.add_argument("--keep", type=values.positive_int, default=3, metavar="K", help="checkpoints to keep")
     group.add_argument("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
     group.add_argument(
@@ -423,6 +439,7 @@ def run_options(args: argparse.Namespace, name: str) -> RunOptions:
         resume=args.resume,
         eval_only=args.eval_only,
         save_every=args.save_every,
+        async_save=args.async_save,
         log_every=args.log_every,
         tensorboard=args.tensorboard,
         unit=getattr(args, "unit", "samples"),

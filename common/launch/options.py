@@ -67,6 +67,7 @@ class RunOptions:
     resume: str | None  # None, "auto" or a path
     eval_only: bool
     save_every: SaveEvery
+    async_save: bool  # write checkpoints beside the training
     log_every: int  # steps between rows of metrics.jsonl
     tensorboard: bool
     unit: str  # what a batch is counted in: samples or rows

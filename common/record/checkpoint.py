@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from common.console import say
 from common.errors import RunError, UserError
 from common.launch.cli import plain
+from common.record.background import BackgroundWriter, Frozen, copied
 
 FORMAT = 1
 REPLACED = ".writing-old-"
@@ -123,22 +124,43 @@ def save(
     state: dict[str, Any],
     keep: int | None = None,
     write_extra: Callable[[Path], None] | None = None,
+    writer: BackgroundWriter | None = None,
     **parts: Part,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` completely or not at all, point `latest` to it, and remove all but `keep`.
 
     `parts` are what `resume` fills again, by the same names (see `Part`); `write_extra(path)` may add files, such as a
     model's config. Only rank 0 calls this. Raises RunError when the disk is full or not writable, UserError for a part
-    whose state could not be read back; earlier checkpoints stay.
+    whose state could not be read back; earlier checkpoints stay. With a `writer` this copies the state to memory and
+    returns, while the writer writes it; errors are the writer's.
     """
     target = folder / f"step-{step:08d}"
+    states = {name: part.state_dict() for name, part in parts.items()}
+    if writer:
+        frozen, states = Frozen(model), copied(states)
+        writer.start(lambda: _write(target, frozen, states, step, state, keep, write_extra))
+    else:
+        _write(target, model, states, step, state, keep, write_extra)
+    return target
+
+
+def _write(
+    target: Path,
+    model: torch.nn.Module | Frozen,
+    states: dict[str, dict[str, Any]],
+    step: int,
+    state: dict[str, Any],
+    keep: int | None,
+    write_extra: Callable[[Path], None] | None,
+) -> None:
+    folder = target.parent
     aside = folder / f".writing-{target.name}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         aside.mkdir()
-        save_model(model, str(aside / WEIGHTS), metadata={"format": "pt"})
-        _save_parts(aside / TRAINING_STATE, parts)
+        save_model(cast(torch.nn.Module, model), str(aside / WEIGHTS), metadata={"format": "pt"})
+        _save_parts(aside / TRAINING_STATE, states)
         if write_extra:
             write_extra(aside)
         checksums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
@@ -166,19 +188,18 @@ def save(
     except UserError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return target
 
 
 def _shown(value: Any) -> str:
     return str(value) or "''"
 
 
-def _save_parts(path: Path, parts: dict[str, Part]) -> None:
+def _save_parts(path: Path, states: dict[str, dict[str, Any]]) -> None:
     """Raises UserError where a state holds what `load_training` would refuse to read."""
-    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    torch.save(states, path)
     if unsafe := get_unsafe_globals_in_checkpoint(path):
         raise UserError(
-            f"one of the parts {', '.join(parts)} has a state with a {sorted(unsafe)[0]} in it, which cannot be read "
+            f"one of the parts {', '.join(states)} has a state with a {sorted(unsafe)[0]} in it, which cannot be read "
             "back from a checkpoint: its state_dict() may hold tensors, numbers, text, lists, tuples and dicts"
         )
 

@@ -6,7 +6,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 
 import contextlib
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from common.console import say
 from common.errors import Interrupted
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record import wording
+from common.record import checkpoint, wording
+from common.record.background import BackgroundWriter
+from common.record.checkpoint import Part
 from common.record.clock import Clock
 from common.record.interrupts import Interrupts
 from common.record.output import Output
@@ -56,6 +58,7 @@ class Report:
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
         self.output: Output | None = None  # on rank 0
+        self.writer: BackgroundWriter | None = None  # on rank 0, with --async-save
         self.interrupts: Interrupts | None = None  # once training begins
         self.has_saved = False  # since then
         self.evaluated_step = -1  # of the last evaluation in the files
@@ -77,6 +80,9 @@ class Report:
                 where = (folder, first_step, total_steps, facts, self.trackers)
                 self.output = Output(self.group, self.plan, self.options, *where)
                 self.group.at_end.callback(self.output.close)
+                if self.options.async_save:
+                    self.writer = BackgroundWriter()
+                    self.group.at_end.callback(self.writer.wait)
                 known = [(*self.output.so_far(), (folder / "checkpoints").exists())]
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
@@ -176,7 +182,7 @@ class Report:
                 if not skips:  # the trainer ends the run here
                     return
 
-    def compare_weights(self, step: int, net: torch.nn.Module) -> None:
+    def _compare_weights(self, step: int, net: torch.nn.Module) -> None:
         """Print which ranks' weights differ, which they must not. Every rank must call this."""
         if (ranks := ranks_that_differ(net)) and not self.has_said_differing:
             self.has_said_differing = True
@@ -224,6 +230,7 @@ class Report:
         if self.lets_in and not self.is_interrupted:
             self.group.let_in()
         if self.is_interrupted:
+            self.finish_saving()
             dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
             if self.output:
                 self.output.close()
@@ -232,15 +239,41 @@ class Report:
                 same_on_every_rank=True,
             )
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Use around a checkpoint: its time does not count as training, and --save-every counts from its end."""
-        with self.clock.saving():
-            yield
+    def save(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        state: dict[str, Any],
+        parts: dict[str, Part],
+        keep: int | None = None,
+        write_extra: Callable[[Path], None] | None = None,
+        into: str = "checkpoints",
+    ) -> None:
+        """Rank 0 writes a checkpoint into the folder `into` of this run, see `checkpoint.save`, while the others wait.
+        Every rank must call this.
+
+        With --async-save, training goes on as soon as the state has been copied to memory. The time that the ranks
+        wait does not count as training, and --save-every counts from its end.
+        """
+        self._compare_weights(step, model)
+        with self.clock.saving(), self.group.others_wait(f"rank 0, which saves step {step}"):
+            if self.group.worker.is_main:
+                if not self.output:
+                    raise RuntimeError("report.save before report.open_together, which opens the folder of the run")
+                layout = {"layout": self.group.worker.layout.source, "shares": self.plan.shares}
+                folder = self.output.folder / into
+                checkpoint.save(folder, step, model, state | layout, keep, write_extra, self.writer, **parts)
         self.unsaved_seconds, self.wants_checkpoint = 0.0, False
         if self.group.members:
             self.group.members.held.saved_at = self.clock.saved_at
         self.has_saved = self.is_interrupted or self.lets_in
+
+    def finish_saving(self) -> None:
+        """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
+        if self.options.async_save:
+            with self.clock.pause(), self.group.others_wait("rank 0, which finishes the checkpoint"):
+                if self.writer:
+                    self.writer.finish()
 
     def pause(self) -> contextlib.AbstractContextManager[None]:
         """Use around an evaluation: its time does not count as training."""
@@ -262,7 +295,8 @@ class Report:
             say(text, rank=0)
 
     def summary(self, step: int, **numbers: object) -> None:
-        """Print the last lines, write the last row, and plot curves.png."""
+        """Print the last lines, write the last row, and plot curves.png. Every rank must call this."""
+        self.finish_saving()
         if self.interrupts:
             self.interrupts.close()
         if self.output:

@@ -1,0 +1,65 @@
+"""Checkpoints that are written beside the training (--async-save)."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class BackgroundWriter:
+    """Runs one function at a time in a thread. Its error is raised by the next `start` or `finish`."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Run `write` in the background, once the function before has returned."""
+        self.finish()
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def finish(self) -> None:
+        """Wait until it has returned."""
+        self.wait()
+        if error := self.error:
+            self.error = None
+            raise error
+
+    def wait(self) -> None:
+        """As `finish`, where an error of its own is of no use: the run ends with another, or has lost ranks."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+
+class Frozen:
+    """The weights of a model as they are now, in memory of their own on the CPU."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.weights = copied(model.state_dict())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.weights)
+
+
+def copied(tree: Any, known: dict[tuple, torch.Tensor] | None = None) -> Any:
+    """Nested dicts, lists and tuples with copies of their tensors on the CPU; a tensor that is there twice, such as a
+    tied embedding, is copied once."""
+    known = {} if known is None else known
+    if isinstance(tree, torch.Tensor):
+        place = tree.untyped_storage().data_ptr(), tree.storage_offset(), tree.shape, tree.stride()
+        if place not in known or not tree.numel():
+            known[place] = tree.detach().to("cpu", copy=True)
+        return known[place]
+    if isinstance(tree, dict):
+        return {key: copied(value, known) for key, value in tree.items()}
+    return type(tree)(copied(value, known) for value in tree) if type(tree) in (list, tuple) else tree
