@@ -48,6 +48,8 @@ def serve(path: str) -> None:
                     be(files, **json.loads(message))
                 for file in files:
                     os.close(file)
+                with contextlib.suppress(OSError):  # the client was killed
+                    client.sendall(f"{pid}\n".encode())
                 clients[pid] = client
                 selector.register(client, selectors.EVENT_READ)
             else:  # the client sends nothing more: it has been killed
