@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, weights
+from common.launch.addresses import free_port
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, start, weights
 from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
@@ -87,6 +88,21 @@ def test_a_signal_before_training_ends_without_a_checkpoint(tmp_path):
     os.kill(run.processes[0].pid, signal.SIGTERM)
     (result,) = run.results(20)
     assert result.code == 143 and "Traceback" not in result.output, result.output
+
+
+def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(tmp_path):
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    node = start("python", MNIST, "--dataset", "digits", "--device", "cpu", **launched, **where)
+    deadline = time.monotonic() + 60
+    while node.process.poll() is None and not psutil.Process(node.process.pid).net_connections("tcp"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    node.process.send_signal(signal.SIGUSR1)
+    result = node.result(timeout=30)
+    assert result.code == AGAIN, result.output
+    assert "interrupted: SIGUSR1 while nothing was to be saved: start the run again" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):

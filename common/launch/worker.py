@@ -14,10 +14,11 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, MembersChanged, RunError
+from common.errors import ExplainedError, Interrupted, MembersChanged, RunError
 from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.title import name_worker
@@ -58,6 +59,8 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    elif worker.layout.launched and hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, _interrupted_before_training)
     if supervisor or worker.layout.launched:
         _end_with_parent(worker, supervisor or os.getppid())
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
@@ -72,6 +75,11 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         _end_after_failure(_explain(worker, error), error, alone)
     flush()
     sys.exit(0)
+
+
+def _interrupted_before_training(number: int, frame: FrameType | None) -> NoReturn:
+    """A scheduler's notice, while this rank joins or loads; in training, `common.record.interrupts` handles it."""
+    raise Interrupted("SIGUSR1 while nothing was to be saved: start the run again")
 
 
 def _train(target: str, worker: Worker, args: Namespace) -> None:

@@ -107,7 +107,7 @@ def test_a_job_that_is_interrupted_again_and_again_trains_as_one_that_is_not(slu
         way = WAYS[turn % len(WAYS)]
         job.submit(*layout)
         target = resumed_at + chance.randint(1, 100)
-        job.wait_until(lambda target=target: job.step() >= target)
+        job.wait_until(lambda target=target: "files  " in job.said() and job.step() >= target)
         name = job.interrupt(way, chance)
         job.end()
         reached, said = job.step(), job.said()
