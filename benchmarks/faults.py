@@ -32,7 +32,9 @@ TIMEOUT_SECONDS = 5
 FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "40"]
 FLAGS += ["--timeout", str(TIMEOUT_SECONDS), "--join-timeout", "60"]
 STEP = 100
-NAMED = re.compile(r"error: |members  lost|interrupted: |was ended by|ended with exit code|stopped for|is not finite")
+NAMED = re.compile(
+    r"error: |waiting for |members  lost|interrupted: |was ended by|ended with exit code|stopped for|is not finite"
+)
 
 # moment -> where the trainer's code is at it, and on which step
 MOMENTS = {
@@ -48,11 +50,15 @@ DO = {  # in the process itself
     "SIGSEGV": "__import__('os').kill(__import__('os').getpid(), 11)",
     "os._exit(3)": "__import__('os')._exit(3)",
     "exception": "raise ValueError('a damaged sample')",
+    "SystemExit": "raise SystemExit('a library has had enough')",
     "out of memory": "raise MemoryError('cannot allocate')",
     "held interpreter lock": HOLD,
     "stalled for 60 s": "__import__('time').sleep(60)",
     "NaN in its loss": "loss_sum += float('nan')",
 }
+
+
+FROM_OUTSIDE = ("SIGSTOP", "SIGABRT", "SIGINT", "SIGTERM", "SIGUSR1")
 
 
 @dataclass
@@ -69,11 +75,14 @@ class Fault:
 FAULTS = [
     *(Fault("kill", "SIGKILL", moment, rank) for moment in MOMENTS for rank in (0, 3)),
     *(Fault("segv", "SIGSEGV", "forward", rank) for rank in (0, 3)),
+    Fault("abort", "SIGABRT", "any", 3),
     *(Fault("exit", "os._exit(3)", "all-reduce", rank) for rank in (0, 3)),
+    Fault("systemexit", "SystemExit", "forward", 3),
     *(Fault("exception", "exception", "forward", rank) for rank in (0, 3)),
     Fault("memory", "out of memory", "all-reduce", 2),
     *(Fault("lock", "held interpreter lock", "forward", rank) for rank in (0, 3)),
     Fault("stall", "stalled for 60 s", "forward", 3),
+    *(Fault("signal", name, "any", 3) for name in ("SIGINT", "SIGTERM", "SIGUSR1")),
     Fault("nan", "NaN in its loss", "optimizer", 3),
     *(Fault("stop", "SIGSTOP", "any", rank) for rank in (0, 3)),
     *(Fault("supervisor", "SIGKILL of the supervisor", "any", rank) for rank in (0, 3)),
@@ -126,8 +135,8 @@ def inject(fault: Fault, job: PlayedRun, stamp: Path) -> float:
     node = job.node_of(fault.rank)
     worker = job.workers(node)[fault.rank]
     now = time.monotonic()
-    if fault.what == "SIGSTOP":
-        worker.suspend()
+    if fault.what in FROM_OUTSIDE:
+        worker.send_signal(signal.Signals[fault.what])
     elif fault.what == "SIGKILL of the supervisor":
         job.nodes[node].send_signal(signal.SIGKILL)
     else:
@@ -148,30 +157,46 @@ def observe(fault: Fault, elastic: bool, expected: dict[int, float]) -> Seen:
                 if seen.next_step is None and members and job.steps() > max(at, STEP) + 1:
                     seen.next_step = time.monotonic() - began
                 time.sleep(0.02)
-            seen.ended = time.monotonic() - began if time.monotonic() < deadline else None
-            time.sleep(0.2)
-            named = [(when - began, line) for when, line in job.lines if when > began and NAMED.search(line)]
-            if named:
-                seen.detected = named[0][0]
-                members_said = [line for _, line in named if "members  lost" in line]
-                errors = [line for _, line in named if "error: " in line]
-                seen.said = (members_said or errors or [line for _, line in named])[0]
-            seen.codes = [node.returncode for node in job.nodes]
-            found = {
-                row["step"]: row["loss"]
-                for row in read_metrics(folder / "run" / "metrics.jsonl")
-                if row["kind"] == "train"
-            }
-            wrong = [s for s, loss in found.items() if loss is None or abs(loss / expected[s] - 1) > 1e-9]
-            missing = [s for s in range(1, max(found) + 1) if s not in found]
-            seen.lost = (
-                "nothing" if max(found) == max(expected) and not wrong and not missing else f"ends at step {max(found)}"
-            )
-            if wrong or missing:
-                seen.lost += f", {len(wrong)} wrong, {len(missing)} missing"
+            note_end(seen, job, began, expected, time.monotonic() < deadline)
         finally:
             job.end()
         return seen
+
+
+def note_end(seen: Seen, run: PlayedRun, began: float, expected: dict[int, float], has_ended: bool) -> None:
+    """What a run has said since `began`, how it has ended, and what is missing of it."""
+    seen.ended = time.monotonic() - began if has_ended else None
+    time.sleep(0.2)
+    named = [(when - began, line) for when, line in run.lines if when > began and NAMED.search(line)]
+    if named:
+        seen.detected = named[0][0]
+        members = [line for _, line in named if "members  lost" in line]
+        errors = [line for _, line in named if "error: " in line]
+        seen.said = (members or errors or [line for _, line in named])[0]
+    seen.codes = [node.returncode for node in run.nodes]
+    found = {row["step"]: row["loss"] for row in run.rows("train")}
+    last = max(found, default=0)
+    wrong = [step for step, loss in found.items() if loss is None or abs(loss / expected[step] - 1) > 1e-9]
+    missing = [step for step in range(1, last + 1) if step not in found]
+    seen.lost = "nothing" if last == max(expected) and not wrong and not missing else f"ends at step {last}"
+    if wrong or missing:
+        seen.lost += f", {len(wrong)} wrong, {len(missing)} missing"
+
+
+def expected_losses(flags: list[str]) -> dict[int, float]:
+    """step -> loss of the undisturbed run."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "mnist_ddp/mnist-distributed.py", "-g", "1", *flags, "--out-dir", folder]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        rows = read_metrics(Path(folder) / "metrics.jsonl")
+        return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+
+
+def put_table(path: Path, name: str, table: list[str]) -> None:
+    """Write a table into a document, between the markers with its name."""
+    head, _, rest = path.read_text().partition(f"<!-- {name} -->")
+    _, _, tail = rest.partition("<!-- end -->")
+    path.write_text(f"{head}<!-- {name} -->\n" + "\n".join(table) + f"\n<!-- end -->{tail}")
 
 
 def shown(seconds: float | None) -> str:
@@ -188,10 +213,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of faults, such as kill,stop")
     parser.add_argument("--write", type=Path, help="put the table into this file, between its markers")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "mnist_ddp/mnist-distributed.py", "-g", "1", *FLAGS, "--out-dir", folder]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        expected = {r["step"]: r["loss"] for r in read_metrics(Path(folder) / "metrics.jsonl") if r["kind"] == "train"}
+    expected = expected_losses(FLAGS)
     table = [
         describe(),
         "",
@@ -208,10 +230,7 @@ def main() -> None:
         table.append("| " + " | ".join(map(str, cells)) + " |")
         print(table[-1], flush=True)
     if args.write:
-        text = args.write.read_text()
-        head, _, rest = text.partition("<!-- table -->")
-        _, _, tail = rest.partition("<!-- end -->")
-        args.write.write_text(f"{head}<!-- table -->\n" + "\n".join(table) + f"\n<!-- end -->{tail}")
+        put_table(args.write, "table", table)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,15 @@ class PlayedRun:
 
     def _started(self, node: int) -> subprocess.Popen:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{self.script.parents[1]}:{ROOT}"}
-        command = [sys.executable, str(self.script), *self.flags, *(["-i", str(node)] if len(self.gpus) > 1 else [])]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command(node), cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         threading.Thread(target=self._read, args=(process, node), daemon=True).start()
         return process
+
+    def command(self, node: int) -> list[str]:
+        which = ["-i", str(node)] if len(self.gpus) > 1 else []
+        return [sys.executable, str(self.script), *self.flags, *which]
 
     def _read(self, process: subprocess.Popen, node: int) -> None:
         assert process.stdout
