@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""What --async-save and --elastic cost when nothing happens: the same run with and without, in turns.
+
+    costs.py [--turns 3] [--only async,async-busy,mnist,bert]
+
+`async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
+two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic, against without. Seconds count from the
+header to the last line, so that all that a run does is in them. About 20 minutes on two cores.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+from benchmarks.played import PlayedRun
+
+MNIST, BERT = ROOT / "mnist_ddp" / "mnist-distributed.py", ROOT / "bert_ddp" / "bert-distributed.py"
+DIGITS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 256, "--epochs", 10_000, "--max-steps", 1500]
+TEXT = ["--device", "cpu", "--dropout", 0, "--vocab-size", 4000, "--global-batch", 16, "--held-out", 0.01]
+SMALL = [*TEXT, "--preset", "small", "--sequence-length", 128, "--max-steps", 30, "--keep", 1]
+TINY = [*TEXT, "--preset", "tiny", "--sequence-length", 64, "--global-batch", 64, "--max-steps", 150]
+BESIDE = {
+    "no checkpoints": ["--save-every", "10h"],
+    "every 10 steps": ["--save-every", 10],
+    "beside": ["--save-every", 10, "--async-save"],
+}
+MEMBERS = {"off": [], "--elastic 2": ["--elastic", 2]}
+CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
+    "async": (BERT, (1,), SMALL, BESIDE),
+    "async-busy": (BERT, (1, 1), SMALL, BESIDE),
+    "mnist": (MNIST, (3, 1), DIGITS, MEMBERS),
+    "bert": (BERT, (3, 1), TINY, MEMBERS),
+}
+
+
+def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        more = ["--cache-dir", cache] if script == BERT else []
+        run = PlayedRun(script, gpus, Path(folder) / "run", *flags, *more)
+        codes = [node.wait() for node in run.nodes]
+        said = {text: when for when, line in run.lines for text in ("] files  ", "] done  ") if text in line}
+        began = min(when for when, line in run.lines if "] files  " in line)
+        if any(codes) or len(said) < 2:
+            raise SystemExit(run.said())
+        return said["] done  "] - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    print(describe())
+    with tempfile.TemporaryDirectory() as cache:
+        for name, (script, gpus, flags, ways) in CASES.items():
+            if args.only and name not in args.only.split(","):
+                continue
+            found: dict[str, list[float]] = {way: [] for way in ways}
+            for turn in range(args.turns):
+                for way, more in ways.items() if turn % 2 == 0 else reversed(ways.items()):
+                    found[way].append(seconds(script, gpus, [*flags, *more], Path(cache)))
+            base = next(iter(ways))
+            for way, times in found.items():
+                ratio = statistics.median(a / b for a, b in zip(times, found[base], strict=True))
+                spread = ", ".join(f"{one:.1f}" for one in times)
+                print(f"{name}: {way}: {statistics.median(times):.1f} s ({spread}); {ratio:.3f} of {base}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
