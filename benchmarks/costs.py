@@ -25,12 +25,12 @@ DIGITS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 256, "--ep
 TEXT = ["--device", "cpu", "--dropout", 0, "--vocab-size", 4000, "--global-batch", 16, "--held-out", 0.01]
 SMALL = [*TEXT, "--preset", "small", "--sequence-length", 128, "--max-steps", 30, "--keep", 1]
 TINY = [*TEXT, "--preset", "tiny", "--sequence-length", 64, "--global-batch", 64, "--max-steps", 150]
-BESIDE = {
+BESIDE: dict[str, list] = {
     "no checkpoints": ["--save-every", "10h"],
     "every 10 steps": ["--save-every", 10],
     "beside": ["--save-every", 10, "--async-save"],
 }
-MEMBERS = {"off": [], "--elastic 2": ["--elastic", 2]}
+MEMBERS: dict[str, list] = {"off": [], "--elastic 2": ["--elastic", 2]}
 CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
     "async": (BERT, (1,), SMALL, BESIDE),
     "async-busy": (BERT, (1, 1), SMALL, BESIDE),
