@@ -126,8 +126,8 @@ def test_a_job_that_is_interrupted_again_and_again_trains_as_one_that_is_not(slu
             f"{turn + 1}: {layout[0]}+{layout[1]}, after step {reached}: {way} ({name}); saved {resumed_at}", flush=True
         )
     job.submit(2, 1)
-    job.wait_until(lambda: "done " in job.said(), seconds=300)
-    play(MNIST, (1,), tmp_path / "alone", *TRAINING)
+    job.wait_until(lambda: "done " in job.said(), seconds=900)
+    play(MNIST, (1,), tmp_path / "alone", *TRAINING, timeout=900)
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == list(range(1, STEPS + 1))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
     assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9
