@@ -109,6 +109,7 @@ def test_compression_may_change_when_a_run_is_resumed(tmp_path):
     (["--compress", "powersgd", "--balance", "auto"], "its exchanges are a part of backward"),
     (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
     (["--sync-every", 0], "'0' is not allowed"),
+    (["--outer-lr", 0.7], "--outer-lr 0.7 without --sync-every"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(flags, said, tmp_path):
     assert said in refusal(tmp_path, *DIGITS, *flags)

@@ -335,6 +335,9 @@ def _check_links(args: argparse.Namespace) -> None:
     if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
         other = "--sync-every" if args.sync_every else f"--compress {args.compress}"
         raise UserError(f"--on-nan skip with {other}: what it keeps of a step would be spoilt: leave one of them out")
+    for name, value, default in (("lr", args.outer_lr, 1.0), ("momentum", args.outer_momentum, 0.0)):
+        if value != default and not args.sync_every:
+            raise UserError(f"--outer-{name} {value} without --sync-every, whose outer step it is of: give both")
     if args.sync_every and args.precision == "fp16":
         raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
 
