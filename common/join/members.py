@@ -76,6 +76,7 @@ class Membership:
     ends: str = ""  # why the run must save and end; empty while enough members are left
     held: Any = None  # the state of the optimisation, for the record room
     interrupts: Any = None  # the signals that have come, for the record room
+    copies: list[int] = field(default_factory=list)  # ranks with files on their node's own disk, for the record room
     seen: set[int] = field(default_factory=set)  # the numbers of those that have come to the standby
     waiting: dict[int, dict] = field(default_factory=dict)  # those that have had no verdict yet, by number
     newcomers_wait: bool = False  # and may be let in between two steps

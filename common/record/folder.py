@@ -8,6 +8,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
+from common.record.copies import ranks_with_copies
 from common.record.held import folder_of
 
 
@@ -21,7 +22,7 @@ def open_folder(group: Group, options: RunOptions) -> Path:
         with group.others_wait("rank 0, which opens the files of this run"):
             if group.worker.is_main:
                 _make_writable(same, resume="auto")
-        return same
+        return _with_copies(group, same, "auto")
     folder = Path()
     with group.others_wait("rank 0, which opens the files of this run"):
         if group.worker.is_main:
@@ -37,6 +38,12 @@ def open_folder(group: Group, options: RunOptions) -> Path:
         named = [folder]
         dist.broadcast_object_list(named, src=0)
         folder = named[0]
+    return folder if options.eval_only else _with_copies(group, folder, options.resume)
+
+
+def _with_copies(group: Group, folder: Path, resume: str | None) -> Path:
+    if group.members:
+        group.members.copies = ranks_with_copies(group, folder, resume)
     return folder
 
 

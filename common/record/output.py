@@ -27,6 +27,10 @@ SAID_AGAIN = 0.1  # a share that has changed by this part of the global batch is
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
 
+def _say_nothing(text: str, rank: int | None = None, error: bool = False) -> None:
+    """As `say`, where another node prints it."""
+
+
 class Output:
     """Rank 0's lines and files of one run."""
 
@@ -40,24 +44,30 @@ class Output:
         total_steps: int,
         facts: Mapping[str, object],
         trackers: Iterable[Tracker],
+        is_copy: bool = False,
     ):
-        """Open the files and print the header. Raises RunError where `folder` cannot be written."""
+        """Open the files and print the header; a copy prints nothing, and has been given what was written so far.
+        Raises RunError where `folder` cannot be written."""
         self.plan, self.options, self.folder = plan, options, folder
         self.first_step = self.last_step = first_step
         self.samples, self.said_shares, self.shares_written = 0, plan.shares, first_step
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
         layout = group.worker.layout
+        self.say = _say_nothing if is_copy else say
+        self.terminal = Terminal(first_step, total_steps, is_silent=is_copy)
+        told: list[Tracker] = [] if is_copy else [*trackers]
         try:
-            board = [TensorBoard(folder / "tensorboard", first_step)] if options.tensorboard else []
-            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers([*trackers, *board]))
-            run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
+            if options.tensorboard and not is_copy:
+                told.append(TensorBoard(folder / "tensorboard", first_step))
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told))
+            if not is_copy:
+                run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-        if group.members and group.members.generation:
+        if group.members and group.members.generation and not is_copy:
             self._go_on(group, group.members)
-        else:
+        elif not is_copy:
             say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
-        self.terminal = Terminal(first_step, total_steps)
 
     def _go_on(self, group: Group, members: Membership) -> None:
         """Write what the last generation has done and not written, and who is there now."""
@@ -132,7 +142,7 @@ class Output:
         self.terminal.close()
         if self.last_step == self.first_step:
             self.metrics.close()
-            say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
+            self.say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
             return
         seconds = clock.seconds_here
         total, rate = clock.earlier_seconds + seconds, self.samples / seconds
@@ -144,15 +154,15 @@ class Output:
         self.metrics.write("summary", step, **{**row, **last_eval, **numbers})
         self.metrics.close()
         found = f": {wording.measures(last_eval)}" if last_eval else ""
-        say(f"done     {step} steps{found}", rank=0)
+        self.say(f"done     {step} steps{found}", rank=0)
         since = f" since step {self.first_step} ({total:.1f} s over all runs)" if self.first_step else ""
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
-        say(
+        self.say(
             f"time     {seconds:.1f} s of training{since}, {rate:,.0f} {self.options.unit}/s; mean over ranks: {parts}",
             rank=0,
         )
         try:
             plot_curves(self.metrics.path, self.folder / "curves.png")
         except OSError as error:  # the training itself is done, and saved
-            say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
-        say(f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest", rank=0)
+            self.say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
+        self.say(f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest", rank=0)

@@ -6,7 +6,7 @@ exchange numbers between the ranks, and their names say so: `open_together` and 
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import Interrupted
+from common.errors import Interrupted, RunError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import checkpoint, wording
 from common.record.background import BackgroundWriter
 from common.record.checkpoint import Part
 from common.record.clock import Clock
+from common.record.copies import send_files
 from common.record.interrupts import Interrupts
 from common.record.output import Output
 from common.record.steps import Done, Gathered, Noted, gather_steps
@@ -57,8 +58,8 @@ class Report:
         self.wants_checkpoint = False
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
-        self.output: Output | None = None  # on rank 0
-        self.writer: BackgroundWriter | None = None  # on rank 0, with --async-save
+        self.output: Output | None = None  # on rank 0, and on ranks that keep copies
+        self.writer: BackgroundWriter | None = None  # there too, with --async-save
         self.interrupts: Interrupts | None = None  # once training begins
         self.has_saved = False  # since then
         self.evaluated_step = -1  # of the last evaluation in the files
@@ -75,15 +76,16 @@ class Report:
         must call this.
         """
         known: list[Any] = [None]
+        where = (folder, first_step, total_steps, facts, self.trackers)
         with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
             if self.group.worker.is_main:
-                where = (folder, first_step, total_steps, facts, self.trackers)
-                self.output = Output(self.group, self.plan, self.options, *where)
-                self.group.at_end.callback(self.output.close)
-                if self.options.async_save:
-                    self.writer = BackgroundWriter()
-                    self.group.at_end.callback(self.writer.wait)
-                known = [(*self.output.so_far(), (folder / "checkpoints").exists())]
+                output = self._open(Output(self.group, self.plan, self.options, *where))
+                known = [(*output.so_far(), (folder / "checkpoints").exists())]
+        if self.group.members:
+            copies = self.group.members.copies
+            send_files(self.group, folder, copies)
+            if self.group.worker.rank in copies:
+                self._open(Output(self.group, self.plan, self.options, *where, is_copy=True))
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds)
@@ -93,6 +95,25 @@ class Report:
             self.wants_checkpoint = self.goes_on and not has_checkpoints  # the disk that has them is gone
             self.interrupted_by = self.group.members.ends
             self.clock.saved_at = self.group.members.held.saved_at
+
+    def _open(self, output: Output) -> Output:
+        self.output = output
+        self.group.at_end.callback(output.close)
+        if self.options.async_save:
+            self.writer = BackgroundWriter()
+            self.group.at_end.callback(self.writer.wait)
+        return output
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Where a copy of the files cannot be written, the run goes on without that copy."""
+        try:
+            yield
+        except RunError as error:
+            if self.group.worker.is_main:
+                raise
+            say(f"{error}: no copies of the run's files are kept here any more", self.group.worker.rank)
+            self.output = self.writer = None
 
     def _heed_signals(self) -> None:
         """From now on; where members may change, also between two generations, and what came in the one before."""
@@ -163,8 +184,9 @@ class Report:
             Done(one.step, loss / (one.count or 1), float(one.lr), norm)
             for one, loss, norm in zip(noted, losses, gathered.grad_norms.max(dim=0).values.tolist(), strict=True)
         ]
-        if self.output:
-            self.output.steps(done, gathered.times(), self.clock)
+        with self._writing():
+            if self.output:
+                self.output.steps(done, gathered.times(), self.clock)
         given = gathered.backpropagated[0] if self.timer.at_exchange else gathered.backpropagated.sum(dim=0)
         self._judge(done, given.tolist(), noted[0].count)
         return done
@@ -257,12 +279,13 @@ class Report:
         """
         self._compare_weights(step, model)
         with self.clock.saving(), self.group.others_wait(f"rank 0, which saves step {step}"):
-            if self.group.worker.is_main:
-                if not self.output:
-                    raise RuntimeError("report.save before report.open_together, which opens the folder of the run")
-                layout = {"layout": self.group.worker.layout.source, "shares": self.plan.shares}
-                folder = self.output.folder / into
-                checkpoint.save(folder, step, model, state | layout, keep, write_extra, self.writer, **parts)
+            if self.group.worker.is_main and not self.output:
+                raise RuntimeError("report.save before report.open_together, which opens the folder of the run")
+            with self._writing():
+                if self.output:
+                    layout = {"layout": self.group.worker.layout.source, "shares": self.plan.shares}
+                    where = self.output.folder / into
+                    checkpoint.save(where, step, model, state | layout, keep, write_extra, self.writer, **parts)
         self.unsaved_seconds, self.wants_checkpoint = 0.0, False
         if self.group.members:
             self.group.members.held.saved_at = self.clock.saved_at
@@ -271,7 +294,8 @@ class Report:
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
         if self.options.async_save:
-            with self.clock.pause(), self.group.others_wait("rank 0, which finishes the checkpoint"):
+            finishes = self.group.others_wait("rank 0, which finishes the checkpoint")
+            with self.clock.pause(), finishes, self._writing():
                 if self.writer:
                     self.writer.finish()
 
@@ -283,8 +307,9 @@ class Report:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
         self.evaluated_step = step
-        if self.output:
-            self.output.evaluation(step, numbers, self.clock)
+        with self._writing():
+            if self.output:
+                self.output.evaluation(step, numbers, self.clock)
         self.line(f"step {step}: {wording.measures(numbers)}")
 
     def line(self, text: str) -> None:
@@ -299,5 +324,6 @@ class Report:
         self.finish_saving()
         if self.interrupts:
             self.interrupts.close()
-        if self.output:
-            self.output.summary(step, self.last_eval, numbers, self.clock)
+        with self._writing():
+            if self.output:
+                self.output.summary(step, self.last_eval, numbers, self.clock)

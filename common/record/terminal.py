@@ -12,11 +12,12 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 class Terminal:
     """Rank 0's output on the terminal."""
 
-    def __init__(self, first_step: int, total_steps: int):
+    def __init__(self, first_step: int, total_steps: int, is_silent: bool = False):
+        self.is_silent = is_silent
         self.first_step, self.total_steps = first_step, total_steps
         self.began = self.last_line = time.monotonic()
         self.bar: Any = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_silent:
             from tqdm import tqdm
 
             steps: dict[str, Any] = {"total": total_steps, "initial": first_step, "unit": "step"}
@@ -27,7 +28,7 @@ class Terminal:
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif time.monotonic() - self.last_line > LINE_SECONDS:
+        elif time.monotonic() - self.last_line > LINE_SECONDS and not self.is_silent:
             self.last_line = time.monotonic()
             seconds_a_step = (self.last_line - self.began) / max(1, step - self.first_step)
             left = seconds_a_step * (self.total_steps - step)
@@ -35,6 +36,8 @@ class Terminal:
 
     def line(self, text: str) -> None:
         """Print one line, above the progress bar where there is one."""
+        if self.is_silent:
+            return
         if self.bar is not None:
             self.bar.clear()
         say(text, rank=0)
