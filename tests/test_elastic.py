@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from common.record.plots import spans_of_members
-from tests.harness import MNIST, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
+from tests.harness import MNIST, Node, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
 from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 60)  # 23 steps an epoch
@@ -107,6 +107,48 @@ def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed_long,
     require_same(tmp_path / "run", undisturbed_long)
     there = [len(row["ranks"]) for row in rows(tmp_path / "run", "members")]
     assert there == [1 if node == 0 else 2, 3]
+
+
+@pytest.mark.parametrize("mistake, said", [
+    (("--lr", 0.5), "has --lr 0.5, but node 0"),
+    (("--gpus", "2,2"), "has -g/--gpus 2,2, but node 0"),
+])  # fmt: skip
+def test_a_node_that_comes_back_with_another_flag_is_refused_and_the_run_goes_on(
+    mistake, said, undisturbed_long, tmp_path
+):
+    under_way = Run(tmp_path / "run")
+    under_way.wait_for("train", 50)
+    under_way.kill(1)
+    under_way.wait_for("members", 1)
+    (tmp_path / "wrong").mkdir()
+    (wrong,) = playing(MNIST, [Node([*under_way.nodes[1].flags, *mistake])], tmp_path / "wrong").results()
+    assert wrong.code == 2 and said in wrong.output and "this run is under way" in wrong.output, wrong.output
+    assert "Traceback" not in wrong.output
+    assert under_way.playing[0].results()[0].code == 0, under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+    assert len(rows(tmp_path / "run", "members")) == 1
+
+
+def test_a_node_that_is_started_twice_is_refused_and_the_run_goes_on(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run")
+    under_way.wait_for("train", 50)
+    (tmp_path / "second").mkdir()
+    (second,) = playing(MNIST, [under_way.nodes[1]], tmp_path / "second").results()
+    assert second.code == 2 and "rank 2 is in the run already: node 1" in second.output, second.output
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+    assert not rows(tmp_path / "run", "members")
+
+
+def test_a_run_that_was_resumed_takes_a_node_back_that_was_started_without_resume(tmp_path):
+    under_way = Run(tmp_path / "run", "--resume")
+    under_way.wait_for("train", 50)
+    under_way.kill(1)
+    under_way.wait_for("members", 1)
+    under_way.nodes[1] = Node([flag for flag in under_way.nodes[1].flags if flag != "--resume"])
+    under_way.start(1)
+    under_way.wait_for("members", 2)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
 
 
 def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):

@@ -28,17 +28,18 @@ from typing import Any
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import MembersChanged, RankLost, RunEnded, RunError
+from common.errors import MembersChanged, RankLost, RunEnded, RunError, UserError
 from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import LEADER, leader_in
 from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, connect, open_store, serve, serve_at
-from common.join.view import node_of, places
+from common.join.view import RESUME, difference, layout_of, node_of, place, places
 from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
+from common.version import versions
 
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
 ANSWER_SECONDS = 1.0  # for a store to answer
@@ -165,14 +166,18 @@ class Membership:
 
     def _look(self, stop: threading.Event, connections: Connections) -> None:
         members = {address_of(view) for view in self.views}
+        came = dict[int, int]()  # number -> the optimizer steps done when it came
         is_time, last, count = Every(1.0), time.monotonic(), 0
         while not stop.wait(LOOK_SECONDS):
             self._read_new()
             if any(one["standby"] in members for one in self.waiting.values()):
                 connections.close()  # a member waits for this one, which has not noticed yet
                 return
-            if len(self.waiting) != count:
-                last, count = time.monotonic(), len(self.waiting)
+            for number, one in list(self.waiting.items()):
+                self._refuse_twice(number, one, came.setdefault(number, self._step))
+            able = len(self._admissible())
+            if able != count:
+                last, count = time.monotonic(), able
             self.newcomers_wait = bool(count) and time.monotonic() - last > COMPLETE_SECONDS
             if is_time():
                 self._announce()
@@ -193,9 +198,40 @@ class Membership:
             if number not in self.seen and self.standby.check([f"present/{number}"]):
                 self.seen.add(number)
                 self.waiting[number] = json.loads(self.standby.get(f"present/{number}"))
-        for number in list(self.waiting):
+        for number, one in list(self.waiting.items()):
             if self.standby.check([f"present/{number}/left"]):
                 del self.waiting[number]
+            elif "claim" in one and (problem := self._difference(one)):
+                self._refuse(number, problem)
+
+    def _difference(self, one: dict) -> str | None:
+        """What a process that waits has otherwise than this run: its layout, a flag, a version."""
+        other = {**one, "rank": one["original"], "nodes": self.original.layout.nodes, **one["claim"]}
+        return difference({**self.views[self.rank], **self._claim()}, other, tuple(one["claim"]))
+
+    def _claim(self) -> dict[str, dict[str, str]]:
+        """What must be the same as in the run that this process wants to enter."""
+        flags = {name: value for name, value in (self.options.agreed_flags or {}).items() if name != RESUME}
+        return {"layout": layout_of(self.original.layout), "versions": versions(), "flags": flags}
+
+    @property
+    def _step(self) -> int:
+        return self.held.step if self.held else 0
+
+    def _refuse_twice(self, number: int, one: dict, step_then: int) -> None:
+        """Refuse a process whose rank another one holds, once that one is known to be alive: steps were done since."""
+        holder = next((view for view in self.views if view["original"] == one["original"]), None)
+        if holder and self._step > step_then + 1:
+            self._refuse(number, f"rank {one['original']} is in the run already: {place(holder)}, pid {holder['pid']}")
+
+    def _refuse(self, number: int, problem: str) -> None:
+        self.standby.set(f"verdict/{number}", json.dumps({"refused": problem}))
+        del self.waiting[number]
+
+    def _admissible(self, gone: Collection[int] = ()) -> list[tuple[int, dict]]:
+        """Those that wait, and whose rank no member holds that is not `gone`."""
+        held = {view["original"] for view in self.views if view["rank"] not in gone}
+        return [(number, one) for number, one in sorted(self.waiting.items()) if one["original"] not in held]
 
     def _dismiss(self) -> None:
         """The run is over: tell the processes that wait. Where a rank was lost, the one that replaces it may only just
@@ -246,6 +282,8 @@ class Membership:
             "host": socket.gethostname(),
             "predecessor": self.original.predecessor,
         }
+        if not self.views:
+            me["claim"] = self._claim()
         store.set(f"present/{number}", json.dumps(me))
         key = f"verdict/{number}"
         nobody_leads = json.dumps({"frozen": True}).encode()
@@ -270,7 +308,7 @@ class Membership:
         self.standby.set(LEADS, "")
         here, missing = self._wait_for_members(frozen)
         problem = self._minority(here, missing)  # the members that are here read it too
-        new = [] if problem else self._newcomers()
+        new = [] if problem else self._newcomers(missing)
         members = [_member(self.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
         causes = [lost(missing)] if lost else []
         if new:
@@ -327,10 +365,9 @@ class Membership:
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)
 
-    def _newcomers(self) -> list[tuple[int, dict]]:
+    def _newcomers(self, gone: Collection[int]) -> list[tuple[int, dict]]:
         """The processes that wait and are alive, by their original ranks; of several with one rank the last."""
-        members = {address_of(view) for view in self.views}
-        waiting = [(number, one) for number, one in sorted(self.waiting.items()) if one["standby"] not in members]
+        waiting = self._admissible(gone)
         states = _states([one["standby"] for _, one in waiting])
         alive = [one for one, state in zip(waiting, states, strict=True) if state == ALIVE]
         last = {one["original"]: (number, one) for number, one in alive}
@@ -344,6 +381,8 @@ class Membership:
         if "ended" in verdict:
             store.add("dismissed", 1)
             raise RunEnded("the run has ended meanwhile, without this rank")
+        if "refused" in verdict:
+            raise UserError(f"this run is under way, and {verdict['refused']}", same_on_every_rank=True)
         if verdict["problem"]:
             raise RunError(verdict["problem"], same_on_every_rank=True)
         for view in verdict["lost"]:

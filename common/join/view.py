@@ -15,6 +15,7 @@ from common.launch.options import JoinOptions
 from common.version import versions
 
 LAYOUT_FIELDS = {"gpus_per_node": "-g/--gpus", "world_size": "world size", "nodes": "-n/--nodes"}
+RESUME = "--resume"  # a flag of the start alone
 COMPARED = ("versions", "layout", "backend", "flags")  # sections, in the order in which a difference is reported
 
 
@@ -23,6 +24,9 @@ def view_of(
 ) -> dict:
     """This rank's view. `problem` is a mistake that only this rank can see, or an empty string."""
     on_gpu = device.type == "cuda"
+    flags = dict(options.agreed_flags or {})
+    if worker.membership:  # in a run that goes on, nothing is loaded
+        flags.pop(RESUME, None)
     return {
         "rank": worker.rank,
         "local_rank": worker.local_rank,
@@ -36,10 +40,10 @@ def view_of(
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if on_gpu and not options.oversubscribe else "",
         "source": worker.layout.source,
         "addresses": addresses,
-        "layout": _layout(worker.layout),
+        "layout": layout_of(worker.layout),
         "versions": versions(),
         "backend": {"--backend": backend},
-        "flags": dict(options.agreed_flags or {}),
+        "flags": flags,
         "problem": problem,
         "nonce": secrets.token_hex(8),  # new in each view, so that no earlier verdict fits it
     }
@@ -74,7 +78,7 @@ def _pid_space() -> str:
         return socket.gethostname()
 
 
-def _layout(layout: Layout) -> dict[str, str]:
+def layout_of(layout: Layout) -> dict[str, str]:
     return {label: shown(getattr(layout, name)) for name, label in LAYOUT_FIELDS.items()}
 
 
