@@ -105,7 +105,11 @@ class Membership:
                         if store.check([ADDRESSES]):
                             self.leaders = json.loads(store.get(ADDRESSES))
                         if verdict := self._attend(store, left):
-                            return self._change(store, verdict)
+                            change = self._change(store, verdict)
+                            if change.worker.local_rank == 0:
+                                first = places([{**verdict["members"][0], "rank": 0, "nodes": 1}])
+                                say(f"let in; the log of the run is that of {first}", change.worker.rank)
+                            return change
             if time.monotonic() - heard > NOBODY_SECONDS:
                 raise RunError("no member of the run answers any more: has it ended? See the logs of the other nodes")
             time.sleep(LOOK_SECONDS)

@@ -78,6 +78,7 @@ class _Workers:
         self.process_of, self.replacing = process_of, replacing
         self.places = {process_of(one): one for one in workers}
         self.known: set[int] = set()  # this process's children that are no worker's orphans
+        self.stopped: dict[BaseProcess, str] = {}  # those that were ended because they were stopped, and why
 
     def start(self) -> None:
         for process in self.places:
@@ -88,8 +89,7 @@ class _Workers:
         """Start another process for a worker that has died, with --elastic; None where it is not to be replaced."""
         if not self.replacing:
             return None
-        code = process.exitcode or 0
-        place = self.replacing.successor(self.places[process], code, _cause(code))
+        place = self.replacing.successor(self.places[process], process.exitcode or 0, self.cause(process))
         if place is None:
             return None
         successor = self.process_of(place)
@@ -98,11 +98,16 @@ class _Workers:
         self.known.add(successor.pid or 0)
         return successor
 
+    def cause(self, process: BaseProcess) -> str:
+        """Why a process has ended, as a part of a sentence."""
+        return self.stopped.get(process) or _cause(process.exitcode or 0)
+
     def forget(self, replaced: list[BaseProcess]) -> None:
         """Close the descriptors of processes that have ended."""
         for process in replaced:
             self.known.discard(process.pid or 0)
             del self.places[process]
+            self.stopped.pop(process, None)
             process.close()
 
     def is_left_out(self, process: BaseProcess) -> bool:
@@ -156,7 +161,7 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
                 deadline = time.monotonic() + COMPLETE_SECONDS
         for process in ended:
             if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers:
-                store_answers = _tell(workers.places[process], process.exitcode)
+                store_answers = _tell(workers.places[process], workers.cause(process))
         if any(process.exitcode for process in ended):
             orphans.end(workers.known)
         workers.forget(replaced)
@@ -164,6 +169,7 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
             if may_replace:
                 for process in overdue:
                     say(f"{process.name} stopped for {timeout_seconds:.0f} s (--timeout): ending it")
+                    workers.stopped[process] = f"was stopped for {timeout_seconds:.0f} s (--timeout), and ended"
                     process.kill()
                 continue
             who = " and ".join(process.name for process in overdue)
@@ -195,7 +201,7 @@ def _cause(code: int) -> str:
     return f"was ended by {name}" + " (out of memory? see `dmesg`)" * (name == "SIGKILL")
 
 
-def _tell(place: Worker, code: int) -> bool:
+def _tell(place: Worker, cause: str) -> bool:
     """Let the other ranks know why this worker has ended, if torch is loaded here. False where the store did not answer
     in time."""
     if "torch" not in sys.modules:
@@ -203,7 +209,7 @@ def _tell(place: Worker, code: int) -> bool:
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended meanwhile
-            importlib.import_module(ENDED).tell(place, _cause(code))
+            importlib.import_module(ENDED).tell(place, cause)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
