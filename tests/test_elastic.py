@@ -151,6 +151,23 @@ def test_a_run_that_was_resumed_takes_a_node_back_that_was_started_without_resum
     assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
 
 
+def test_a_node_finds_a_run_that_another_node_leads_although_node_0s_worker_was_replaced(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run", gpus=(1, 1, 1))
+    under_way.wait_for("train", 50)
+    under_way.kill(0)  # node 1 leads from now on
+    under_way.wait_for("members", 1)
+    under_way.start(0)  # its worker serves the store at --master-addr
+    under_way.wait_for("members", 2)
+    kill(psutil.Process(under_way.playing[0].processes[0].pid).children()[0].pid)
+    under_way.wait_for("members", 4)
+    under_way.kill(2)
+    under_way.wait_for("members", 5)
+    under_way.start(2)
+    under_way.wait_for("members", 6)
+    assert [result.code for result in under_way.results()] == [0, 0, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+
+
 def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):
     under_way = Run(tmp_path / "run", "--timeout", 3)
     under_way.wait_for("train", 50)

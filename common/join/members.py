@@ -156,17 +156,25 @@ class Membership:
 
     @contextmanager
     def _looking(self, connections: Connections) -> Iterator[None]:
-        """While the body runs, the leader looks for processes that have come, and says where it is."""
+        """While the body runs, the leader looks for processes that have come. It, and the first member on node 0, keep
+        the store at --master-addr."""
         stop = threading.Event()
-        thread = threading.Thread(target=self._look, args=(stop, connections), name="members", daemon=True)
-        if self.leads:
+        on_master = [view["rank"] for view in self.views if view["node_rank"] == 0]
+        thread = None
+        if self.leads or self.rank in on_master[:1]:
+            target, given = (self._look, (stop, connections)) if self.leads else (self._keep_announcing, (stop,))
+            thread = threading.Thread(target=target, args=given, name="members", daemon=True)
             thread.start()
         try:
             yield
         finally:
             stop.set()
-            if self.leads:
+            if thread:
                 thread.join(3 * ANSWER_SECONDS)
+
+    def _keep_announcing(self, stop: threading.Event) -> None:
+        while not stop.wait(1.0):
+            self._announce()
 
     def _look(self, stop: threading.Event, connections: Connections) -> None:
         members = {address_of(view) for view in self.views}
@@ -194,8 +202,8 @@ class Membership:
         with suppress(RuntimeError, OSError):
             if store is None and self.original.layout.node_rank == 0:
                 store = self.main = serve(host, port)
-            if store is not None and leader_in(store) != self.address:
-                store.set(LEADER, self.address)
+            if store is not None and leader_in(store) != address_of(self.views[0]):
+                store.set(LEADER, address_of(self.views[0]))
 
     def _read_new(self) -> None:
         for number in range(1, self.standby.add("present", 0) + 1):

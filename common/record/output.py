@@ -83,7 +83,7 @@ class Output:
 
     def so_far(self) -> tuple[float, dict[str, float], int]:
         """Seconds of training, the last evaluation and its step, of the runs that this one continues."""
-        rows = self.metrics.rows_before
+        rows, self.metrics.rows_before = self.metrics.rows_before, []  # they may be many
         seconds = [row["training_seconds"] for row in rows if "training_seconds" in row]
         evaluations = [row for row in rows if row["kind"] == "eval"]
         last = evaluations[-1] if evaluations else {}

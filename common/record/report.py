@@ -85,7 +85,7 @@ class Report:
             copies = self.group.members.copies
             send_files(self.group, folder, copies)
             if self.group.worker.rank in copies:
-                self._open(Output(self.group, self.plan, self.options, *where, is_copy=True))
+                self._open(Output(self.group, self.plan, self.options, *where, is_copy=True)).so_far()
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds)
