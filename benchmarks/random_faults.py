@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, help="of the run; 600 for each fault when left out")
     parser.add_argument("--picture", type=Path, default=ROOT / "runs" / "random-faults.png")
-    parser.add_argument("--keep", type=Path, help="a folder for what the nodes say")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes say and write")
     args = parser.parse_args()
     faults, total_steps = draw(args.faults, args.seed), args.steps or 600 * args.faults
     print(describe())
@@ -229,13 +230,17 @@ def main() -> None:
         finally:
             if args.keep:
                 args.keep.mkdir(exist_ok=True, parents=True)
+                with contextlib.suppress(OSError):
+                    for name, where in (("alone", alone), ("run", folder)):
+                        shutil.copy(where / "metrics.jsonl", args.keep / f"{name}.jsonl")
                 (args.keep / "said.log").write_text("\n".join(f"{when:.2f} {line}" for when, line in run.lines))
             run.end()
             undisturbed.end()
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
         assert [row["step"] for row in rows] == list(range(1, total_steps + 1)), "a step is missing, or there twice"
         expected = [row["loss"] for row in undisturbed.rows("train")]
-        losses = max(abs(row["loss"] / loss - 1) for row, loss in zip(rows, expected, strict=True))
+        apart = [abs(row["loss"] / loss - 1) for row, loss in zip(rows, expected, strict=True)]
+        first = next((step for step, one in enumerate(apart, start=1) if one > 1e-9), None)
         found, wanted = (
             load_file(one / "checkpoints" / "latest" / "model.safetensors", device="cpu") for one in (folder, alone)
         )
@@ -243,8 +248,13 @@ def main() -> None:
         draw_picture(run, args.picture)
         members = len(run.rows("members"))
     print(f"{len(faults)} faults of seed {args.seed}: {dict(run.done)}; {members} changes of the members")
-    print(f"{total_steps:,} steps, each done once; losses differ by at most {losses:.1e} of their value, final weights")
+    print(
+        f"{total_steps:,} steps, each done once; losses differ by at most {max(apart):.1e} of their value, the weights at "
+        f"the end"
+    )
     print(f"by at most {weights:.1e}. Held by the processes that lived longest, after 20 s and at their end:")
+    if first:
+        print(f"the first step that differs by more than 1e-9 is {first}")
     print(*growth(run), f"See {args.picture}", sep="\n")
 
 
