@@ -248,11 +248,10 @@ def main() -> None:
         draw_picture(run, args.picture)
         members = len(run.rows("members"))
     print(f"{len(faults)} faults of seed {args.seed}: {dict(run.done)}; {members} changes of the members")
+    print(f"{total_steps:,} steps, each done once; losses differ by at most {max(apart):.1e} of their value,")
     print(
-        f"{total_steps:,} steps, each done once; losses differ by at most {max(apart):.1e} of their value, the weights at "
-        f"the end"
+        f"the final weights by at most {weights:.1e}. Held by the processes that lived longest, early and at their end:"
     )
-    print(f"by at most {weights:.1e}. Held by the processes that lived longest, after 20 s and at their end:")
     if first:
         print(f"the first step that differs by more than 1e-9 is {first}")
     print(*growth(run), f"See {args.picture}", sep="\n")
