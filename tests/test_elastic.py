@@ -79,7 +79,9 @@ class Run:
 
     def worker(self, name: str) -> psutil.Process:
         children = [one for node in self.playing for one in psutil.Process(node.processes[0].pid).children()]
-        return next(one for one in children if name in " ".join(one.cmdline()))
+        found = [one for one in children if name in " ".join(one.cmdline())]
+        assert found, [one.cmdline() for one in children]
+        return found[0]
 
     def said(self) -> str:
         return "\n".join(log.read_text() for node in self.playing for log in node.logs)
