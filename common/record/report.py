@@ -271,8 +271,8 @@ class Report:
         write_extra: Callable[[Path], None] | None = None,
         into: str = "checkpoints",
     ) -> None:
-        """Rank 0 writes a checkpoint into the folder `into` of this run, see `checkpoint.save`, while the others wait.
-        Every rank must call this.
+        """Rank 0 writes a checkpoint into the folder `into` of this run, see `checkpoint.save`, while the others wait;
+        then those ranks that keep copies on disks of their own. Every rank must call this.
 
         With --async-save, training goes on as soon as the state has been copied to memory. The time that the ranks
         wait does not count as training, and --save-every counts from its end.
