@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """What happens when something breaks: real faults in real runs, with and without --elastic.
 
-    faults.py [--only kill,stop,...] [--write docs/faults.md]
+    faults.py [--only kill,stop,...] [--runs mnist,two,bert] [--write docs/faults.md]
 
-Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1`, all nodes on this machine, in float64, at the
-moment that the table names, or after 100 steps. Seconds count from the fault: until the first line that names it, until
-those that are left have done the next optimizer steps (which are written about once a second), or until the last
-process has ended. `lost` counts the steps that are missing from metrics.jsonl, or whose loss differs from that of the
-undisturbed run by more than 1e-9 of it.
+Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1` (`mnist`), nine of them on `-n 2 -g 3,1` (`two`),
+and nine into the pretraining of a small BERT on `-n 3 -g 2,1,1` (`bert`): all nodes on this machine, in float64, at the
+moment that the table names, or after 100 steps (BERT: 40). Seconds count from the fault: until the first line that
+names it, until those that are left have done the next optimizer steps (which are written about once a second), or until
+the last process has ended. `lost` counts the steps that are missing from metrics.jsonl, or whose loss differs from that
+of the undisturbed run by more than 1e-9 of it.
 """
 
 import argparse
@@ -27,22 +28,21 @@ from benchmarks.machine import describe
 from benchmarks.played import LIMIT_SECONDS, PlayedRun
 from common.record.metrics import read_metrics
 
-GPUS = (2, 1, 1)
-TIMEOUT_SECONDS = 5
-FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "40"]
-FLAGS += ["--timeout", str(TIMEOUT_SECONDS), "--join-timeout", "60"]
-STEP = 100
+FLAGS = ["--device", "cpu", "--precision", "fp64", "--timeout", "5", "--join-timeout", "60"]
+DIGITS = [*FLAGS, "--dataset", "digits", "--global-batch", "64", "--epochs", "40"]
+TEXT = [*FLAGS, "--preset", "tiny", "--dropout", "0", "--vocab-size", "2000", "--sequence-length", "64"]
+TEXT += ["--global-batch", "32", "--max-steps", "120", "--save-every", "10h"]
 NAMED = re.compile(
     r"error: |waiting for |members  lost|interrupted: |was ended by|ended with exit code|stopped for|is not finite"
 )
 
-# moment -> where the trainer's code is at it, and on which step
+# moment -> the line of the trainer's code that comes next then
 MOMENTS = {
-    "forward": ("                        with precision.autocast():\n                            logits", STEP),
-    "all-reduce": ("                        precision.backward(", STEP),
-    "optimizer": ("                scheduler.step()\n", STEP),
-    "evaluation": ("                    numbers = evaluate(", 115),
-    "checkpoint": ("                report.save(", 115),
+    "forward": "                        with precision.autocast():\n",
+    "all-reduce": "                        precision.backward(",
+    "optimizer": "                scheduler.step()\n",
+    "evaluation": "                    numbers = evaluate(",
+    "checkpoint": "                report.save(",
 }
 HOLD = "__import__('ctypes').PyDLL(None).sleep(60)"  # a call that does not give the interpreter's lock away
 DO = {  # in the process itself
@@ -56,8 +56,6 @@ DO = {  # in the process itself
     "stalled for 60 s": "__import__('time').sleep(60)",
     "NaN in its loss": "loss_sum += float('nan')",
 }
-
-
 FROM_OUTSIDE = ("SIGSTOP", "SIGABRT", "SIGINT", "SIGTERM", "SIGUSR1")
 
 
@@ -69,7 +67,6 @@ class Fault:
     what: str  # a key of DO, or what is done from outside
     moment: str = "forward"
     rank: int = 0
-    elastic_only: bool = False
 
 
 FAULTS = [
@@ -88,6 +85,42 @@ FAULTS = [
     *(Fault("supervisor", "SIGKILL of the supervisor", "any", rank) for rank in (0, 3)),
     *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
 ]
+FEW = [
+    *(Fault("kill", "SIGKILL", "all-reduce", rank) for rank in (0, 3)),
+    Fault("segv", "SIGSEGV", "forward", 0),
+    Fault("exception", "exception", "forward", 3),
+    Fault("lock", "held interpreter lock", "forward", 3),
+    Fault("stop", "SIGSTOP", "any", 0),
+    Fault("supervisor", "SIGKILL of the supervisor", "any", 3),
+    *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
+]
+
+
+@dataclass
+class Subject:
+    """A run that faults are injected into."""
+
+    title: str
+    gpus: tuple[int, ...]
+    script: Path
+    train: Path  # the file with the training loop
+    flags: list[str]
+    step: int  # the one at which something happens
+    last_of_epoch: int  # the one after which it evaluates and saves
+    faults: list[Fault]
+
+    def step_of(self, fault: Fault) -> int:
+        return self.last_of_epoch if fault.moment in ("evaluation", "checkpoint") else self.step
+
+
+MNIST, BERT = ROOT / "mnist_ddp", ROOT / "bert_ddp"
+MNIST_FILES = MNIST / "mnist-distributed.py", MNIST / "train.py", DIGITS, 100, 115
+BERT_FILES = BERT / "bert-distributed.py", BERT / "pretrain" / "train.py", TEXT, 40, 120
+SUBJECTS = {
+    "mnist": Subject("MNIST's digits, `-n 3 -g 2,1,1`", (2, 1, 1), *MNIST_FILES, FAULTS),
+    "two": Subject("MNIST's digits, `-n 2 -g 3,1`", (3, 1), *MNIST_FILES, FEW),
+    "bert": Subject("BERT, pretraining, `-n 3 -g 2,1,1`", (2, 1, 1), *BERT_FILES, FEW),
+}
 
 
 @dataclass
@@ -102,28 +135,28 @@ class Seen:
     lost: str = ""
 
 
-def script_with(fault: Fault, folder: Path) -> tuple[Path, Path]:
+def script_with(fault: Fault, subject: Subject, folder: Path) -> tuple[Path, Path]:
     """A copy of the trainer in which the rank does what the fault says, once; and the file that notes when."""
     stamp, package = folder / "fault-at", folder / "faulty_ddp"
     package.mkdir()
-    for name in ("mnist-distributed.py", "train.py"):
-        source = (ROOT / "mnist_ddp" / name).read_text().replace("mnist_ddp.train", "faulty_ddp.train")
-        if name == "train.py" and fault.what in DO:
-            place, step = MOMENTS[fault.moment]
-            assert source.count(place) == 1, place
-            indent = " " * (len(place) - len(place.lstrip()))
-            once = (
-                f"step == {step} and worker.rank == {fault.rank} and not __import__('os').path.exists({str(stamp)!r})"
-            )
-            note = f"open({str(stamp)!r}, 'w').write(str(__import__('time').monotonic()))"
-            source = source.replace(
-                place, f"{indent}if {once}:\n{indent}    {note}\n{indent}    {DO[fault.what]}\n{place}"
-            )
-        (package / name).write_text(source)
-    return package / "mnist-distributed.py", stamp
+    source = subject.train.read_text()
+    if fault.what in DO:
+        place = MOMENTS[fault.moment]
+        assert source.count(place) == 1, place
+        indent = " " * (len(place) - len(place.lstrip()))
+        here = f"step == {subject.step_of(fault)} and worker.rank == {fault.rank}"
+        once = f"{here} and not __import__('os').path.exists({str(stamp)!r})"
+        note = f"open({str(stamp)!r}, 'w').write(str(__import__('time').monotonic()))"
+        fails = f"{indent}if {once}:\n{indent}    {note}\n{indent}    {DO[fault.what]}\n"
+        source = source.replace(place, fails + place)
+    (package / "train.py").write_text(source)
+    module = ".".join(subject.train.relative_to(ROOT).with_suffix("").parts)
+    script = package / subject.script.name
+    script.write_text(subject.script.read_text().replace(f"{module}:train", "faulty_ddp.train:train"))
+    return script, stamp
 
 
-def inject(fault: Fault, job: PlayedRun, stamp: Path) -> float:
+def inject(fault: Fault, subject: Subject, job: PlayedRun, stamp: Path) -> float:
     """Returns when the fault has happened."""
     if fault.what in DO:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -131,7 +164,7 @@ def inject(fault: Fault, job: PlayedRun, stamp: Path) -> float:
             assert time.monotonic() < deadline, job.lines
             time.sleep(0.01)
         return float(stamp.read_text())
-    job.wait_for_step(STEP)
+    job.wait_for_step(subject.step)
     node = job.node_of(fault.rank)
     worker = job.workers(node)[fault.rank]
     now = time.monotonic()
@@ -144,17 +177,17 @@ def inject(fault: Fault, job: PlayedRun, stamp: Path) -> float:
     return now
 
 
-def observe(fault: Fault, elastic: bool, expected: dict[int, float]) -> Seen:
+def observe(fault: Fault, subject: Subject, elastic: bool, expected: dict[int, float]) -> Seen:
     with tempfile.TemporaryDirectory() as place:
         folder, seen = Path(place), Seen()
-        script, stamp = script_with(fault, folder)
-        job = PlayedRun(script, GPUS, folder / "run", *(["--elastic", 1] if elastic else []), *FLAGS)
+        script, stamp = script_with(fault, subject, folder)
+        job = PlayedRun(script, subject.gpus, folder / "run", *(["--elastic", 1] if elastic else []), *subject.flags)
         try:
-            began = inject(fault, job, stamp)
+            began = inject(fault, subject, job, stamp)
             at, deadline = job.steps(), time.monotonic() + LIMIT_SECONDS
             while time.monotonic() < deadline and any(node.poll() is None for node in job.nodes):
                 members = elastic and any("members  lost" in line for _, line in list(job.lines))
-                if seen.next_step is None and members and job.steps() > max(at, STEP) + 1:
+                if seen.next_step is None and members and job.steps() > max(at, subject.step) + 1:
                     seen.next_step = time.monotonic() - began
                 time.sleep(0.02)
             note_end(seen, job, began, expected, time.monotonic() < deadline)
@@ -183,10 +216,10 @@ def note_end(seen: Seen, run: PlayedRun, began: float, expected: dict[int, float
         seen.lost += f", {len(wrong)} wrong, {len(missing)} missing"
 
 
-def expected_losses(flags: list[str]) -> dict[int, float]:
+def expected_losses(script: Path, flags: list[str]) -> dict[int, float]:
     """step -> loss of the undisturbed run."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "mnist_ddp/mnist-distributed.py", "-g", "1", *flags, "--out-dir", folder]
+        command = [sys.executable, script, "-g", "1", *flags, "--out-dir", folder]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         rows = read_metrics(Path(folder) / "metrics.jsonl")
         return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
@@ -211,26 +244,30 @@ def clean(said: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of faults, such as kill,stop")
+    parser.add_argument("--runs", default=",".join(SUBJECTS), help="which runs to break: " + ", ".join(SUBJECTS))
     parser.add_argument("--write", type=Path, help="put the table into this file, between its markers")
     args = parser.parse_args()
-    expected = expected_losses(FLAGS)
-    table = [
-        describe(),
-        "",
-        "| fault | moment | rank | without `--elastic`: said | named, s | all ended, s | with `--elastic 1`: said "
-        "| named, s | next step, s | lost |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for fault in FAULTS:
-        if args.only and fault.name not in args.only.split(","):
-            continue
-        plain, elastic = (observe(fault, is_elastic, expected) for is_elastic in (False, True))
-        cells = [fault.what, fault.moment, fault.rank, clean(plain.said), shown(plain.detected), shown(plain.ended)]
-        cells += [clean(elastic.said), shown(elastic.detected), shown(elastic.next_step), elastic.lost]
-        table.append("| " + " | ".join(map(str, cells)) + " |")
-        print(table[-1], flush=True)
+    text = [describe()]
+    for name in args.runs.split(","):
+        subject = SUBJECTS[name]
+        expected = expected_losses(subject.script, subject.flags)
+        table = [
+            "",
+            f"| {subject.title} | moment | rank | without `--elastic`: said | named, s | all ended, s "
+            "| with `--elastic 1`: said | named, s | next step, s | lost |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for fault in subject.faults:
+            if args.only and fault.name not in args.only.split(","):
+                continue
+            plain, elastic = (observe(fault, subject, is_elastic, expected) for is_elastic in (False, True))
+            cells = [fault.what, fault.moment, fault.rank, clean(plain.said), shown(plain.detected), shown(plain.ended)]
+            cells += [clean(elastic.said), shown(elastic.detected), shown(elastic.next_step), elastic.lost]
+            table.append("| " + " | ".join(map(str, cells)) + " |")
+            print(table[-1], flush=True)
+        text += table
     if args.write:
-        put_table(args.write, "table", table)
+        put_table(args.write, "table", text)
 
 
 if __name__ == "__main__":

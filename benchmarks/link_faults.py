@@ -211,7 +211,7 @@ def main() -> None:
     args = parser.parse_args()
     if os.geteuid():
         parser.error("it makes network namespaces: run it as root")
-    expected = expected_losses(FLAGS)
+    expected = expected_losses(SCRIPT, FLAGS)
     table = [
         describe(),
         "",

@@ -34,6 +34,7 @@ from common.record.metrics import read_metrics
 GPUS = (2, 1, 1)
 FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", 256, "--epochs", 100_000]
 FLAGS += ["--timeout", 5, "--join-timeout", 60]
+FLAGS += ["--lr", "1e-4"]  # more makes rounding grow in so long a run, on any layout: see docs/faults.md
 STEPS_BETWEEN = (150, 450)
 STEPS_SOON = (0, 20)
 KINDS = ("kill worker", "segv worker", "stop worker", "kill supervisor", "kill node")
@@ -213,11 +214,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="of the run; 600 for each fault when left out")
+    parser.add_argument("--steps", type=int, help="of the run; 275 for each fault, and 500, when left out")
     parser.add_argument("--picture", type=Path, default=ROOT / "runs" / "random-faults.png")
     parser.add_argument("--keep", type=Path, help="a folder for what the nodes say and write")
     args = parser.parse_args()
-    faults, total_steps = draw(args.faults, args.seed), args.steps or 600 * args.faults
+    faults, total_steps = draw(args.faults, args.seed), args.steps or 275 * args.faults + 500
     print(describe())
     with tempfile.TemporaryDirectory() as place:
         alone, folder = Path(place) / "alone", Path(place) / "run"
