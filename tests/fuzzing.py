@@ -7,6 +7,7 @@ values, benchmarks/fuzz.py a hundred thousand.
 import argparse
 import atexit
 import contextlib
+import functools
 import io
 import json
 import shutil
@@ -29,6 +30,7 @@ from common.compare.run import read_run
 from common.errors import ExplainedError, UserError
 from common.join.leader import Leader
 from common.join.secret import seal
+from common.join.standby import Standby
 from common.launch import cli, values
 from common.launch.detect import layout_from
 from common.launch.layout import Layout
@@ -322,6 +324,28 @@ def joined(view: Any) -> None:
         raise UserError("ignored")
 
 
+GUEST: dict = {"standby": "127.0.0.1 29500", "original": 1, "node_rank": 1, "host": "nodeb", "predecessor": ""}
+GUEST["claim"] = {name: VIEW[name] for name in ("layout", "versions", "flags")}
+
+
+@functools.cache
+def standby() -> Standby:
+    return Standby("127.0.0.1")
+
+
+def came(guest: Any) -> None:
+    """The rank that leads reads what a stranger has written at its standby."""
+    content, store = guest.decode("latin-1") if isinstance(guest, bytes) else json.dumps(guest), standby().store
+    store.set("present", "1")
+    store.set("present/1", f"{seal(b'', 'present', '1', content)} {content}")
+    standby().seen.clear()
+    with contextlib.redirect_stdout(io.StringIO()):
+        standby().look()
+    if not standby().waiting:
+        raise UserError("ignored")
+    standby().answer(1, {})
+
+
 TARGETS = {
     "values of flags": Target(st.tuples(st.sampled_from(KINDS), TYPED), lambda value: value[0](value[1])),
     "command lines": Target(COMMAND_LINES, parse),
@@ -339,4 +363,5 @@ TARGETS = {
         like(DOCTOR), lambda value: figures.of_doctor(written("doctor.json", json.dumps(value).encode()))
     ),
     "views in the store": Target(like(VIEW) | mutated(json.dumps(VIEW).encode()), joined),
+    "guests of the standby": Target(like(GUEST) | mutated(json.dumps(GUEST).encode()), came),
 }

@@ -6,6 +6,9 @@ import time
 import psutil
 import pytest
 
+from common.join.handshake import leader_in
+from common.join.standby import reach
+from common.join.store import connect
 from common.record.plots import spans_of_members
 from tests.harness import MNIST, Node, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
 from tests.test_exactness import altered
@@ -139,6 +142,34 @@ def test_a_node_that_is_started_twice_is_refused_and_the_run_goes_on(undisturbed
     assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
     require_same(tmp_path / "run", undisturbed_long)
     assert not rows(tmp_path / "run", "members")
+
+
+def test_a_stranger_at_the_standby_is_ignored(undisturbed_long, tmp_path):
+    under_way = Run(tmp_path / "run")
+    under_way.wait_for("train", 50)
+    flags = under_way.nodes[0].flags
+    main = connect("127.0.0.1", int(flags[flags.index("--master-port") + 1]), 5)
+    standby = reach(leader_in(main))
+    standby.set(f"present/{standby.add('present', 1)}", "a stranger")
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    assert "something that is not a rank of this code has written into the store: ignored" in under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
+
+
+def test_a_node_that_comes_back_with_another_secret_is_told_so_and_the_run_goes_on(undisturbed_long, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    under_way = Run(tmp_path / "run", "--secret-file", tmp_path / "one")
+    under_way.wait_for("train", 50)
+    under_way.kill(1)
+    under_way.wait_for("members", 1)
+    under_way.nodes[1] = Node([*under_way.nodes[1].flags, "--secret-file", tmp_path / "other"])
+    under_way.start(1)
+    (wrong,) = under_way.playing[1].results()
+    assert wrong.code == 2 and "this rank has another secret" in wrong.output, wrong.output
+    assert under_way.playing[0].results()[0].code == 0, under_way.said()
+    assert "has another secret than this rank (--secret-file): not let in" in under_way.said()
+    require_same(tmp_path / "run", undisturbed_long)
 
 
 def test_a_run_that_was_resumed_takes_a_node_back_that_was_started_without_resume(tmp_path):

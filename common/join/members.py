@@ -3,13 +3,8 @@
 The time between two changes of the members is a *generation*. Each process serves a small store of its own, its
 *standby*, whose address all members learn in the handshake. When a rank is lost, the survivors meet at the standby of
 the lowest rank that is left, which leads. When a process comes (back), it waits at the standby of the rank that leads,
-which lets it in between two steps. At the standby of the leader:
-
-    present           counts the processes that have come here
-    /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
-    /verdict/N        the leader's answer to it: the members of the next generation
-
-The leader writes the address of its standby into the store at --master-addr, where a process that comes looks for it.
+which lets it in between two steps (standby.py). The leader writes the address of its standby into the store at
+--master-addr, where a process that comes looks for it.
 """
 
 import json
@@ -20,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +27,8 @@ from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import LEADER, leader_in
 from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
-from common.join.store import OpenStore, connect, open_store, serve, serve_at
+from common.join.standby import ALIVE, ANSWER_SECONDS, DEAD, SILENT, Standby, Visit, reach, split, states
+from common.join.store import OpenStore, open_store, serve
 from common.join.view import RESUME, difference, layout_of, node_of, place, places
 from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
@@ -42,18 +37,14 @@ from common.launch.options import JoinOptions
 from common.version import versions
 
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
-ANSWER_SECONDS = 1.0  # for a store to answer
-REACH_SECONDS = 0.5  # for a machine to accept a connection
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
 COMPLETE_SECONDS = 1.0  # without another one, after which the processes that have come are let in
 ADDRESSES = "addresses"  # of all members' standbys
+NOBODY_LEADS = {"nobody": "leads"}
 LEADS = "leads"  # is there while the rank leads a change
-
 DISMISS_SECONDS = 3.0  # after the run, for processes that are about to come
 NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up
-
-ALIVE, DEAD, SILENT = "alive", "dead", "silent"
 
 
 class LetIn(Exception):
@@ -66,8 +57,7 @@ class Membership:
 
     original: Worker  # as the launcher has placed it
     options: JoinOptions
-    standby: dist.Store
-    address: str  # of the standby, host:port, which also tells one process from another
+    standby: Standby
     generation: int = 0
     views: list[dict] = field(default_factory=list)  # of this generation's members, by rank
     rank: int = -1  # in this generation
@@ -78,14 +68,16 @@ class Membership:
     held: Any = None  # the state of the optimisation, for the record room
     interrupts: Any = None  # the signals that have come, for the record room
     copies: list[int] = field(default_factory=list)  # ranks with files on their node's own disk, for the record room
-    seen: set[int] = field(default_factory=set)  # the numbers of those that have come to the standby
-    waiting: dict[int, dict] = field(default_factory=dict)  # those that have had no verdict yet, by number
     newcomers_wait: bool = False  # and may be let in between two steps
     leaders: list[str] = field(default_factory=list)  # standbys at which a process that waits may find the leader
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def address(self) -> str:
+        return self.standby.address
 
     # --- joining --------------------------------------------------------------------------------------------------
 
@@ -98,10 +90,10 @@ class Membership:
             board = self.original.board  # which other workers of this node keep up to date
             known = [_leader_at(self.original.layout.init_method), board.leader if board else "", *self.leaders]
             for address in dict.fromkeys(known):
-                store = _reach(address) if address else None
+                store = reach(address) if address else None
                 if store is not None:
                     heard = time.monotonic()
-                    with suppress(RuntimeError):  # its process has ended: another one leads
+                    with suppress(RuntimeError, ValueError):  # its process has ended: another one leads
                         if store.check([ADDRESSES]):
                             self.leaders = json.loads(store.get(ADDRESSES))
                         if verdict := self._attend(store, left):
@@ -129,7 +121,7 @@ class Membership:
         self.rank, self.views, self.newcomers_wait = worker.rank, views, False
         if worker.board:
             worker.board.leader = address_of(views[0])
-        self.standby.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
+        self.standby.store.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
         try:
             with self._looking(connections):
                 yield
@@ -182,10 +174,10 @@ class Membership:
         is_time, last, count = Every(1.0), time.monotonic(), 0
         while not stop.wait(LOOK_SECONDS):
             self._read_new()
-            if any(one["standby"] in members for one in self.waiting.values()):
+            if any(one["standby"] in members for one in self.standby.waiting.values()):
                 connections.close()  # a member waits for this one, which has not noticed yet
                 return
-            for number, one in list(self.waiting.items()):
+            for number, one in list(self.standby.waiting.items()):
                 self._refuse_twice(number, one, came.setdefault(number, self._step))
             able = len(self._admissible())
             if able != count:
@@ -198,7 +190,7 @@ class Membership:
         """Write where the leader is into the store at --master-addr. Serve one there, where this is node 0 and the
         process that did has ended."""
         host, port = host_and_port(self.original.layout.init_method)
-        store = _reach(f"{'127.0.0.1' if host == '0.0.0.0' else host} {port}")
+        store = reach(f"{'127.0.0.1' if host == '0.0.0.0' else host} {port}")
         with suppress(RuntimeError, OSError):
             if store is None and self.original.layout.node_rank == 0:
                 store = self.main = serve(host, port)
@@ -206,15 +198,10 @@ class Membership:
                 store.set(LEADER, address_of(self.views[0]))
 
     def _read_new(self) -> None:
-        for number in range(1, self.standby.add("present", 0) + 1):
-            if number not in self.seen and self.standby.check([f"present/{number}"]):
-                self.seen.add(number)
-                self.waiting[number] = json.loads(self.standby.get(f"present/{number}"))
-        for number, one in list(self.waiting.items()):
-            if self.standby.check([f"present/{number}/left"]):
-                del self.waiting[number]
-            elif "claim" in one and (problem := self._difference(one)):
-                self._refuse(number, problem)
+        self.standby.look()
+        for number, one in list(self.standby.waiting.items()):
+            if "claim" in one and (problem := self._difference(one)):
+                self.standby.answer(number, {"refused": problem})
 
     def _difference(self, one: dict) -> str | None:
         """What a process that waits has otherwise than this run: its layout, a flag, a version."""
@@ -234,16 +221,13 @@ class Membership:
         """Refuse a process whose rank another one holds, once that one is known to be alive: steps were done since."""
         holder = next((view for view in self.views if view["original"] == one["original"]), None)
         if holder and self._step > step_then + 1:
-            self._refuse(number, f"rank {one['original']} is in the run already: {place(holder)}, pid {holder['pid']}")
-
-    def _refuse(self, number: int, problem: str) -> None:
-        self.standby.set(f"verdict/{number}", json.dumps({"refused": problem}))
-        del self.waiting[number]
+            problem = f"rank {one['original']} is in the run already: {place(holder)}, pid {holder['pid']}"
+            self.standby.answer(number, {"refused": problem})
 
     def _admissible(self, gone: Collection[int] = ()) -> list[tuple[int, dict]]:
         """Those that wait, and whose rank no member holds that is not `gone`."""
         held = {view["original"] for view in self.views if view["rank"] not in gone}
-        return [(number, one) for number, one in sorted(self.waiting.items()) if one["original"] not in held]
+        return [(number, one) for number, one in sorted(self.standby.waiting.items()) if one["original"] not in held]
 
     def _dismiss(self) -> None:
         """The run is over: tell the processes that wait. Where a rank was lost, the one that replaces it may only just
@@ -253,13 +237,13 @@ class Membership:
 
         def everyone_waits() -> bool:
             self._read_new()
-            return len(self.views) + len(self.waiting) >= self.original.world_size
+            return len(self.views) + len(self.standby.waiting) >= self.original.world_size
 
         poll(everyone_waits, DISMISS_SECONDS)
-        numbers = list(self.waiting)
+        numbers = list(self.standby.waiting)
         for number in numbers:
-            self.standby.set(f"verdict/{number}", json.dumps({"ended": True}))
-        poll(lambda: self.standby.add("dismissed", 0) >= len(numbers), ANSWER_SECONDS)
+            self.standby.answer(number, {"ended": True})
+        poll(lambda: self.standby.store.add("dismissed", 0) >= len(numbers), ANSWER_SECONDS)
 
     # --- a change of the members ------------------------------------------------------------------------------------
 
@@ -273,8 +257,8 @@ class Membership:
         patience = SILENT_SECONDS if late else self.options.timeout_seconds
         for view in self.views:
             if view["rank"] == self.rank:
-                return self._change(self.standby, self._lead(lost, frozen))
-            while (store := _reach(address_of(view))) is not None:  # else it has ended too, and the next rank leads
+                return self._change(self.standby.store, self._lead(lost, frozen))
+            while (store := reach(address_of(view))) is not None:  # else it has ended too, and the next rank leads
                 with suppress(RuntimeError):
                     if verdict := self._attend(store, self.options.join_timeout_seconds, patience):
                         return self._change(store, verdict)
@@ -285,7 +269,6 @@ class Membership:
     def _attend(self, store: dist.Store, seconds: float, patience: float = math.inf) -> dict | None:
         """Come to the standby of the rank that leads, and wait for its verdict. None where it does not begin to lead
         within `patience` seconds: a frozen process, whose store may answer all the same."""
-        number = store.add("present", 1)
         layout = self.original.layout
         me = {
             "standby": self.address,
@@ -296,28 +279,25 @@ class Membership:
         }
         if not self.views:
             me["claim"] = self._claim()
-        store.set(f"present/{number}", json.dumps(me))
-        key = f"verdict/{number}"
-        nobody_leads = json.dumps({"frozen": True}).encode()
+        visit, began = Visit(store, me, self.options.secret), time.monotonic()
 
-        def answer() -> Any:
-            if store.check([key]):
-                return store.get(key)
+        def answer() -> dict | None:
+            if verdict := visit.verdict():
+                return verdict
             if time.monotonic() - began < patience or store.check([LEADS]):
                 return None
             # Where it has gone on without this rank, this one waits to be let in.
-            return nobody_leads if self.address in json.loads(store.get(ADDRESSES)) else None
+            return NOBODY_LEADS if self.address in json.loads(store.get(ADDRESSES)) else None
 
-        began = time.monotonic()
-        found = json.loads(poll(answer, seconds, longest_pause_seconds=0.1) or nobody_leads)
-        if "frozen" in found:
-            store.set(f"present/{number}/left", "")
+        found = poll(answer, seconds, longest_pause_seconds=0.1) or NOBODY_LEADS
+        if found is NOBODY_LEADS:
+            visit.leave()
             return None
         return found
 
     def _lead(self, lost: Callable[[dict[int, str]], str] | None, frozen: Collection[int]) -> dict:
         """Wait for the members that are alive, decide, and tell them."""
-        self.standby.set(LEADS, "")
+        self.standby.store.set(LEADS, "")
         here, missing = self._wait_for_members(frozen)
         problem = self._minority(here, missing)  # the members that are here read it too
         new = [] if problem else self._newcomers(missing)
@@ -339,10 +319,9 @@ class Membership:
             "lost": [self.views[rank] for rank, state in missing.items() if state != DEAD],
         }
         told = {one["standby"] for one in members}
-        for number in [number for number, one in self.waiting.items() if one["standby"] in told]:
-            self.standby.set(f"verdict/{number}", json.dumps(verdict))
-            del self.waiting[number]
-        self.standby.delete_key(LEADS)
+        for number in [number for number, one in self.standby.waiting.items() if one["standby"] in told]:
+            self.standby.answer(number, verdict)
+        self.standby.store.delete_key(LEADS)
         return verdict
 
     def _minority(self, here: set[int], missing: dict[int, str]) -> str:
@@ -365,27 +344,29 @@ class Membership:
         pause = 0.02
         while True:
             self._read_new()
-            here = {self.rank} | {ranks[one["standby"]] for one in self.waiting.values() if one["standby"] in ranks}
+            here = {self.rank} | {
+                ranks[one["standby"]] for one in self.standby.waiting.values() if one["standby"] in ranks
+            }
             missing = [rank for rank in ranks.values() if rank not in here]
-            states = dict(zip(missing, _states([address_of(self.views[rank]) for rank in missing]), strict=True))
+            known = dict(zip(missing, states([address_of(self.views[rank]) for rank in missing]), strict=True))
             now = time.monotonic()
-            heard |= {rank: now for rank, state in states.items() if state == ALIVE}
+            heard |= {rank: now for rank, state in known.items() if state == ALIVE}
             is_late = now - began > self.options.timeout_seconds
             silent = [rank for rank in missing if now - heard[rank] > SILENT_SECONDS]
-            if is_late or all(states[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
-                return here, states
+            if is_late or all(known[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
+                return here, known
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)
 
     def _newcomers(self, gone: Collection[int]) -> list[tuple[int, dict]]:
         """The processes that wait and are alive, by their original ranks; of several with one rank the last."""
         waiting = self._admissible(gone)
-        states = _states([one["standby"] for _, one in waiting])
-        alive = [one for one, state in zip(waiting, states, strict=True) if state == ALIVE]
+        found = states([one["standby"] for _, one in waiting])
+        alive = [one for one, state in zip(waiting, found, strict=True) if state == ALIVE]
         last = {one["original"]: (number, one) for number, one in alive}
         for number, one in waiting:
             if last.get(one["original"], (0, one))[0] != number:  # it has died, or was replaced
-                del self.waiting[number]
+                del self.standby.waiting[number]
         return [last[original] for original in sorted(last)]
 
     def _change(self, store: dist.Store, verdict: dict) -> MembersChanged:
@@ -456,8 +437,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _membership(worker: Worker, options: JoinOptions, host: str, opened: OpenStore | None = None) -> Membership:
-    standby, port = serve_at(host)
-    return Membership(worker, options, standby, f"{host} {port}", opened=opened, main=opened and opened.store)
+    standby = Standby(host, options.secret)
+    return Membership(worker, options, standby, opened=opened, main=opened and opened.store)
 
 
 def _member(view: dict) -> dict:
@@ -485,46 +466,10 @@ def address_of(view: dict) -> str:
     return view["addresses"]["standby"]
 
 
-def split(address: str) -> tuple[str, int]:
-    """Host and port of a standby's address."""
-    host, _, port = address.rpartition(" ")
-    return host, int(port)
-
-
-def _reach(address: str) -> dist.Store | None:
-    """The store at this address, or None where nothing answers."""
-    host, port = split(address)
-    try:
-        network.source_address(host, port, REACH_SECONDS)
-    except OSError:
-        return None
-    return connect(host, port, ANSWER_SECONDS)
-
-
-def _states(addresses: list[str]) -> list[str]:
-    """Whether the processes with these standbys are alive: one whose machine refuses the connection is dead, one that
-    does not answer may be frozen or cut off."""
-    if not addresses:
-        return []
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        return list(pool.map(_state, addresses))
-
-
-def _state(address: str) -> str:
-    host, port = split(address)
-    try:
-        network.source_address(host, port, REACH_SECONDS)
-    except ConnectionRefusedError:
-        return DEAD
-    except OSError:
-        return SILENT
-    return ALIVE if connect(host, port, ANSWER_SECONDS) is not None else SILENT
-
-
 def _leader_at(url: str) -> str:
     """The address of the standby of the rank that leads, from the store at --master-addr; empty where it has none."""
     host, port = host_and_port(url)
-    store = _reach(f"{host} {port}")
+    store = reach(f"{host} {port}")
     if store is None:
         return ""
     with suppress(RuntimeError):

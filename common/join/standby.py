@@ -1,0 +1,137 @@
+"""The *standby*: a small store that each process of a run with --elastic serves, where the others come to it.
+
+At the standby of the rank that leads, each value after the seal with the job's secret (secret.py):
+
+    present           counts the processes that have come here
+    /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
+    /verdict/N        the leader's answer to it: the members of the next generation
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import UserError
+from common.join import network
+from common.join.handshake import OTHER_SECRET
+from common.join.secret import is_sealed, seal
+from common.join.store import connect, serve_at
+
+ANSWER_SECONDS = 1.0  # for a store to answer
+REACH_SECONDS = 0.5  # for a machine to accept a connection
+ALIVE, DEAD, SILENT = "alive", "dead", "silent"
+
+
+class Standby:
+    """The standby that this process serves, and who waits there."""
+
+    def __init__(self, host: str, secret: bytes = b""):
+        self.store, port = serve_at(host)
+        self.address = f"{host} {port}"  # which also tells one process from another
+        self.secret = secret
+        self.seen: set[int] = set()  # the numbers of those that have come
+        self.waiting: dict[int, dict] = {}  # those that have had no verdict yet, by number
+
+    def look(self) -> None:
+        """Note who has come, and who has left."""
+        for number in range(1, self.store.add("present", 0) + 1):
+            if number not in self.seen and self.store.check([f"present/{number}"]):
+                self.seen.add(number)
+                self._admit(number, self.store.get(f"present/{number}").decode(errors="replace"))
+        for number in list(self.waiting):
+            if self.store.check([f"present/{number}/left"]):
+                del self.waiting[number]
+
+    def _admit(self, number: int, posted: str) -> None:
+        code, _, content = posted.partition(" ")
+        if (one := _read(content)) is None:
+            say("something that is not a rank of this code has written into the store: ignored", rank=0)
+        elif is_sealed(self.secret, code, "present", str(number), content):
+            self.waiting[number] = one
+        else:
+            say(f"{one['host']} has another secret than this rank (--secret-file): not let in", rank=0)
+            self._post(number, {"refused": "secret"})  # it cannot open this, and says why
+
+    def answer(self, number: int, verdict: dict) -> None:
+        """Tell one that waits."""
+        self._post(number, verdict)
+        del self.waiting[number]
+
+    def _post(self, number: int, verdict: dict) -> None:
+        content = json.dumps(verdict)
+        self.store.set(f"verdict/{number}", f"{seal(self.secret, 'verdict', str(number), content)} {content}")
+
+
+class Visit:
+    """A process's wait at the standby of another one. Raises RuntimeError when that one has ended."""
+
+    def __init__(self, store: dist.Store, me: dict, secret: bytes):
+        self.store, self.secret = store, secret
+        self.number = store.add("present", 1)
+        content = json.dumps(me)
+        store.set(f"present/{self.number}", f"{seal(secret, 'present', str(self.number), content)} {content}")
+
+    def verdict(self) -> dict | None:
+        """The leader's answer; None while there is none. Raises UserError if the leader has another secret."""
+        if not self.store.check([f"verdict/{self.number}"]):
+            return None
+        code, _, content = self.store.get(f"verdict/{self.number}").decode(errors="replace").partition(" ")
+        if not is_sealed(self.secret, code, "verdict", str(self.number), content):
+            raise UserError(f"{OTHER_SECRET} than the run that is under way: give the same on every node")
+        return json.loads(content)
+
+    def leave(self) -> None:
+        self.store.set(f"present/{self.number}/left", "")
+
+
+def _read(content: str) -> dict | None:
+    """What a process has written about itself, or None for what is none: anyone who reaches the store can write."""
+    try:
+        one = json.loads(content)
+        texts = [one["host"], one["predecessor"], split(one["standby"])[0]]
+        numbers = [one["original"], one["node_rank"]]
+        sections = list(one.get("claim", {}).values())
+        texts += [text for section in sections for text in section.values()]
+        is_right = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
+        return one if is_right else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of a standby's address. Raises ValueError."""
+    host, _, port = address.rpartition(" ")
+    return host, int(port)
+
+
+def reach(address: str) -> dist.Store | None:
+    """The store at this address, or None where nothing answers, or where this is no address."""
+    try:
+        host, port = split(address)
+        network.source_address(host, port, REACH_SECONDS)
+    except (OSError, ValueError, OverflowError):
+        return None
+    return connect(host, port, ANSWER_SECONDS)
+
+
+def states(addresses: Sequence[str]) -> list[str]:
+    """Whether the processes with these standbys are alive: one whose machine refuses the connection is dead, one that
+    does not answer may be frozen or cut off."""
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return list(pool.map(_state, addresses))
+
+
+def _state(address: str) -> str:
+    host, port = split(address)
+    try:
+        network.source_address(host, port, REACH_SECONDS)
+    except ConnectionRefusedError:
+        return DEAD
+    except (OSError, OverflowError):
+        return SILENT
+    return ALIVE if connect(host, port, ANSWER_SECONDS) is not None else SILENT
