@@ -59,6 +59,30 @@ def test_a_rank_that_dies_changes_nothing(moment, rank, undisturbed, tmp_path):
     assert any(f"lost rank {rank}, node {0 if rank < 2 else 1}" in cause for cause in causes), causes
 
 
+CONNECTS = """import common.join.process_group as joining
+connect = joining.connect
+
+
+def die_while_others_connect(worker, *rest):
+    if worker.membership and worker.membership.generation == 1 and worker.membership.original.rank == 1:
+        __import__("os").kill(__import__("os").getpid(), 9)
+    connect(worker, *rest)
+
+
+joining.connect = die_while_others_connect
+"""
+
+
+def test_a_rank_that_dies_while_the_others_connect_anew_changes_nothing(undisturbed, tmp_path):
+    place, imports = MOMENTS["backward"], "import torch\n"
+    body = DIES.format(indent=" " * (len(place) - len(place.lstrip())), when="step == 30", rank=2)
+    dying = altered(tmp_path / "dying_ddp", {place: body + place, imports: imports + CONNECTS})
+    play(dying, (2, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 5)
+    require_same(tmp_path / "run", undisturbed)
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert any("lost rank 1, node 0" in cause for cause in causes), causes
+
+
 class Run:
     """A run of 2+1 under way, of which nodes are killed and started again."""
 

@@ -33,7 +33,13 @@ ANSWER_SECONDS = 1.0  # for the store, after that
 LINGER_SECONDS = 4.0  # rank 0, whose process may serve the store, stays this long for the other survivors
 
 # parts of the errors that gloo, NCCL and the store raise on the surviving ranks
-TIMEOUTS = ("Timed out waiting", "timed out after", "Application timeout caused pair closure")
+TIMEOUTS = (
+    "Timed out waiting",
+    "timed out after",
+    "wait timeout after",  # the store's, for the address of a rank that has ended before it posted it
+    "Connect timeout",
+    "Application timeout caused pair closure",
+)
 LOST_CONTACT = (
     *TIMEOUTS,
     "closed by peer",

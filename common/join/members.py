@@ -36,6 +36,7 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.version import versions
 
+CONNECT_ATTEMPTS = 5  # of gloo, each as long as --timeout, to reach a rank that has ended meanwhile
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
@@ -69,6 +70,7 @@ class Membership:
     interrupts: Any = None  # the signals that have come, for the record room
     copies: list[int] = field(default_factory=list)  # ranks with files on their node's own disk, for the record room
     newcomers_wait: bool = False  # and may be let in between two steps
+    is_connecting: bool = False  # the ranks of this generation: one may learn much later than another that this failed
     leaders: list[str] = field(default_factory=list)  # standbys at which a process that waits may find the leader
 
     @property
@@ -106,6 +108,18 @@ class Membership:
                 raise RunError("no member of the run answers any more: has it ended? See the logs of the other nodes")
             time.sleep(LOOK_SECONDS)
         raise RunError(f"the members of the run have let nobody in for {seconds:.0f} s (--join-timeout): see their log")
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Use while the ranks of a generation are connected."""
+        self.is_connecting = True
+        yield
+        self.is_connecting = False
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long to wait for a member that is alive."""
+        return self.options.timeout_seconds * (CONNECT_ATTEMPTS if self.is_connecting else 1)
 
     @contextmanager
     def surviving(
@@ -254,7 +268,7 @@ class Membership:
         if not self.views:  # it was let in, but has never worked
             return self.enter(self.leaders[0])
         frozen: set[int] = set()
-        patience = SILENT_SECONDS if late else self.options.timeout_seconds
+        patience = SILENT_SECONDS if late and not self.is_connecting else self._patience_seconds
         for view in self.views:
             if view["rank"] == self.rank:
                 return self._change(self.standby.store, self._lead(lost, frozen))
@@ -337,7 +351,8 @@ class Membership:
 
     def _wait_for_members(self, frozen: Collection[int]) -> tuple[set[int], dict[int, str]]:
         """(here, missing): the ranks that have come to this one, and what is known of the others. It waits for one that
-        is busy, at most --timeout, and for one that is silent, two seconds; not for those that are `frozen`."""
+        is busy, at most --timeout (longer where it may not know yet that connecting has failed), and for one that is
+        silent, two seconds; not for those that are `frozen`."""
         ranks = {address_of(view): view["rank"] for view in self.views}
         began = time.monotonic()
         heard = dict.fromkeys(ranks.values(), began)
@@ -351,7 +366,7 @@ class Membership:
             known = dict(zip(missing, states([address_of(self.views[rank]) for rank in missing]), strict=True))
             now = time.monotonic()
             heard |= {rank: now for rank, state in known.items() if state == ALIVE}
-            is_late = now - began > self.options.timeout_seconds
+            is_late = now - began > self._patience_seconds
             silent = [rank for rank in missing if now - heard[rank] > SILENT_SECONDS]
             if is_late or all(known[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
                 return here, known

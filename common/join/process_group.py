@@ -23,7 +23,7 @@ from common.join.connections import Connections
 from common.join.handshake import RunUnderWay, shake_hands
 from common.join.leader import LINGER_SECONDS
 from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store
-from common.join.members import LetIn, Membership, open_members
+from common.join.members import CONNECT_ATTEMPTS, LetIn, Membership, open_members
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -173,7 +173,8 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         else naming_lost_rank(worker, joined.views, joined.store, connections)
     )
     with group.at_end, lost:  # a rank that is lost is named before what is left is closed
-        connect(worker, options, device, backend, joined)
+        with members.connecting() if members else contextlib.nullcontext():
+            connect(worker, options, device, backend, joined)
         connections.note()
         try:
             yield group
@@ -282,16 +283,29 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
 
 def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
     """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`."""
-    # The backend has the same timeout and a better error message: this limit is a little longer.
-    with limit(options.timeout_seconds + LINGER_SECONDS, worker.rank, "connecting the ranks (--timeout)"):
-        dist.init_process_group(
-            backend,
-            store=joined.store,
-            rank=worker.rank,
-            world_size=worker.world_size,
-            timeout=timedelta(seconds=options.timeout_seconds),
-            device_id=device if backend == "nccl" else None,
-        )
+    # The backend has the same timeout and a better error message: this limit is a little longer. A member that is lost
+    # now must not end the others (--elastic): gloo tries several times, each as long.
+    seconds = options.timeout_seconds * (1 if not options.elastic else CONNECT_ATTEMPTS) + LINGER_SECONDS
+    with limit(seconds, worker.rank, "connecting the ranks (--timeout)"):
+        try:
+            dist.init_process_group(
+                backend,
+                store=joined.store,
+                rank=worker.rank,
+                world_size=worker.world_size,
+                timeout=timedelta(seconds=options.timeout_seconds),
+                device_id=device if backend == "nccl" else None,
+            )
+        except RuntimeError:
+            _forget_failed_group()
+            raise
+
+
+def _forget_failed_group() -> None:
+    """torch counts process groups, names their keys in the store by that number, and counts one that failed too. This
+    process would never meet others that have made fewer, unless it counts from 0 again, as after the end of a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def disconnect(worker: Worker, joined: Joined) -> None:

@@ -161,11 +161,13 @@ def test_slurm_uneven(slurm, tmp_path):
     ]
 
 
-def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, tmp_path):
-    training = words("--dataset digits --global-batch 64 --max-steps 3000 --epochs 200 --log-every 1 --save-every 1h")
+@pytest.mark.parametrize("sends", ["scancel", "time limit"])
+def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, slurm, tmp_path):
+    training = words("--dataset digits --global-batch 64 --max-steps 6000 --epochs 400 --log-every 1 --save-every 1h")
     command = (SCRIPTS / "slurm_even.sbatch", MNIST, *training, *CPU, "--out-dir", tmp_path / "run")
     log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
-    submitted = slurm("sbatch", "--parsable", f"--output={log}", *command, PYTHON=str(PYTHON)).result(30)
+    limit = ("--time=1", "--signal=USR1@25") if sends == "time limit" else ()  # Slurm looks every half a minute
+    submitted = slurm("sbatch", "--parsable", f"--output={log}", *limit, *command, PYTHON=str(PYTHON)).result(30)
     number = submitted.output.split()[-1]
 
     def wait_until(what, seconds=60):
@@ -178,14 +180,15 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, tm
         return slurm("squeue", "--noheader", "--format=%T", "--jobs", number).result(30).output.strip()
 
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 20)
-    slurm("scancel", "--signal=USR1", number).result(30)
-    wait_until(lambda: state() == "PENDING")
+    if sends == "scancel":
+        slurm("scancel", "--signal=USR1", number).result(30)
+    wait_until(lambda: state() == "PENDING", 90)
     time.sleep(6)  # Slurm starts it after two minutes; at once, it would still revoke the job's credential
-    slurm("scontrol", "update", f"JobId={number}", "StartTime=now").result(30)
-    wait_until(lambda: "done     3000 steps" in log.read_text(), 110)
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=10").result(30)
+    wait_until(lambda: "done     6000 steps" in log.read_text(), 180)
     said = log.read_text()
     assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
-    assert len(losses(tmp_path / "run")) == 3000
+    assert len(losses(tmp_path / "run")) == 6000
 
 
 def test_slurm_torchrun(slurm, tmp_path):
