@@ -10,7 +10,7 @@ BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: faults demo demo-elastic bert test test-cluster lint format bench clean
+.PHONY: learn hint faults demo demo-elastic bert test test-cluster lint format bench clean
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
@@ -30,6 +30,12 @@ bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it fo
 	    --warmup-steps 100 --clip-norm 1 --out-dir $(BERT_RUN)
 	$(BIN)/python launch_scripts/fill_mask.py $(BERT_RUN)/checkpoints/latest \
 	    "The method returns a [MASK] object." "The object must be an [MASK] of the class."
+
+learn: .venv  ## the next of ten small programs with a mistake that people really make
+	@$(BIN)/python mnist_ddp/exercises/learn.py
+
+hint: .venv  ## a hint for it; again: the next one
+	@$(BIN)/python mnist_ddp/exercises/learn.py --hint
 
 test: .venv  ## all that needs neither root nor a GPU nor a network
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -3,15 +3,19 @@
 
     play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
     play_nodes.py -m common.doctor -n 2 -g 2,1 --device cpu
+    play_nodes.py --slow 3=0.25 mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
 
 Starts the given script or module once for each node, adds `-i 0`, `-i 1`, ... and a master address, and shows the
 output of each node with the node's number in front of each line. When one node fails, the others may go on for another
-20 seconds, to print what they know, and are ended after that. Ctrl-C ends all of them. For demos and study: on real
-machines each node runs its own command.
+20 seconds, to print what they know, and are ended after that. Ctrl-C ends all of them. `--slow 3=0.25` makes rank 3 a
+machine of a quarter of the speed: its process is stopped and continued in short turns (several: `--slow 1=0.5,3=0.25`).
+For demos and study: on real machines each node runs its own command.
 """
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import psutil
+
 from common.launch.addresses import free_port
 
 GRACE_SECONDS = 20.0  # after one node has failed, for the others to end by themselves
@@ -30,10 +36,17 @@ KILL_SECONDS = 30.0  # after that, from SIGTERM to SIGKILL
 LOOK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # as shells report SIGINT
+TURN_SECONDS = 0.02  # of a slow rank: it runs for a part of this, and is stopped for the rest
 
 
 def main() -> int:
-    command = sys.argv[1:]
+    command, speeds = sys.argv[1:], dict[int, float]()
+    if command[:1] == ["--slow"]:
+        try:
+            speeds, command = _speeds(command[1]), command[2:]
+        except (ValueError, IndexError):
+            print("error: --slow takes RANK=SPEED, with 0 < SPEED < 1, such as 3=0.25 or 1=0.5,3=0.25", file=sys.stderr)
+            return 2
     if not _is_complete(command):
         print(__doc__, file=sys.stderr)
         return 2
@@ -44,13 +57,58 @@ def main() -> int:
         node = _start([*command, "-i", str(number), "--master-addr", "127.0.0.1", "--master-port", port])
         threading.Thread(target=show, args=(number, node.stdout)).start()
         nodes.append(node)
+    over = threading.Event()
+    slow = [threading.Thread(target=_slow_down, args=(nodes, *one, over), daemon=True) for one in speeds.items()]
+    for thread in slow:
+        thread.start()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does
     try:
         return _wait_for_all(nodes)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
+        over.set()
+        for thread in slow:
+            thread.join()
         _end(nodes)
+
+
+def _speeds(text: str) -> dict[int, float]:
+    """ "1=0.5,3=0.25" -> the speed of each slow rank. Raises ValueError."""
+    found = {int(rank): float(speed) for rank, speed in (one.split("=") for one in text.split(","))}
+    if not all(rank >= 0 and 0 < speed < 1 for rank, speed in found.items()):
+        raise ValueError(text)
+    return found
+
+
+def _slow_down(nodes: list[subprocess.Popen[str]], rank: int, speed: float, over: threading.Event) -> None:
+    """Let the process of a rank run for this part of the time, from when it trains until `over`."""
+    process: psutil.Process | None = None
+    while not over.wait(TURN_SECONDS * speed):
+        try:
+            process = process or _process_of(nodes, rank)
+            if process is None:
+                over.wait(LOOK_SECONDS)
+                continue
+            process.suspend()
+            over.wait(TURN_SECONDS * (1 - speed))
+            process.resume()
+        except psutil.NoSuchProcess:  # --elastic starts another one
+            process = None
+    if process:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def _process_of(nodes: list[subprocess.Popen[str]], rank: int) -> psutil.Process | None:
+    """The process of a rank, which has it in its title; None while it has not begun."""
+    for node in nodes:
+        with contextlib.suppress(psutil.Error):
+            launcher = psutil.Process(node.pid)
+            for one in [launcher, *launcher.children()]:
+                if re.search(rf" rank {rank} of ", " ".join(one.cmdline())):
+                    return one
+    return None
 
 
 def _is_complete(command: list[str]) -> bool:

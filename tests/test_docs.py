@@ -88,7 +88,8 @@ def test_contributing_names_every_package_of_common():
 
 def test_the_lines_that_the_docs_change_are_lines_of_the_trainers():
     """A line after "- " in a code block of the docs is in a trainer as it is."""
-    lines = [line[2:] for document in DOCUMENTS for line in code(document) if line.startswith("- ")]
+    others = [document for document in DOCUMENTS if document.name != "steps.md"]  # test_steps.py holds it
+    lines = [line[2:] for document in others for line in code(document) if line.startswith("- ")]
     trainers = (ROOT / "mnist_ddp" / "train.py", ROOT / "bert_ddp" / "pretrain" / "train.py")
     source = "".join(path.read_text() for path in trainers)
     assert len(lines) >= 3

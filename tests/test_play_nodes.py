@@ -1,5 +1,6 @@
 """play_nodes.py: all nodes of a layout behind one command, each line whole and with its node's number."""
 
+import contextlib
 import importlib
 import re
 import signal
@@ -49,6 +50,28 @@ def test_a_command_without_program_or_layout_gets_the_usage(command):
     result = run("python", PLAY, *command.split())
     assert result.code == 2
     assert "play_nodes.py -m common.doctor" in result.output
+
+
+@pytest.mark.parametrize("speeds", ["1", "1=", "1=0", "1=1.5", "-1=0.5", "one=0.5", ""])
+def test_a_speed_that_is_none_is_refused(speeds):
+    result = run("python", PLAY, "--slow", speeds, "-m", "common.hello", *LAYOUT)
+    assert result.code == 2 and "error: --slow takes RANK=SPEED" in result.output
+
+
+@pytest.mark.parametrize("rank", [1, 2])  # a supervisor's worker, and a launcher that is the worker of its node
+def test_a_slow_rank_is_stopped_again_and_again_and_the_others_are_not(rank, tmp_path):
+    training = ("--dataset", "digits", "--max-steps", 100, "--epochs", 50, "--out-dir", tmp_path / "run")
+    program = (ROOT / "mnist_ddp" / "mnist-distributed.py", *LAYOUT, *training)
+    played, seen = start("python", PLAY, "--slow", f"{rank}=0.3", *program), {}
+    while played.process.poll() is None:
+        for one in psutil.Process(played.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if found := re.search(r" rank (\d) of ", " ".join(one.cmdline())):
+                    seen.setdefault(int(found[1]), set()).add(one.status())
+        time.sleep(0.003)
+    assert played.result().code == 0, played.result().output
+    assert [number for number, states in seen.items() if psutil.STATUS_STOPPED in states] == [rank]
+    assert len(seen[rank]) > 1 and len(seen) == 3
 
 
 WAITS = """

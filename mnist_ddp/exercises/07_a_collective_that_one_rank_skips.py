@@ -1,0 +1,25 @@
+"""Exercise 7. The run stops for ever after its last step. Who waits for whom?"""
+
+import torch
+import torch.distributed as dist
+from shared import TRAINING_SAMPLES, digits, network
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+images, labels = (values[TRAINING_SAMPLES:] for values in digits())
+net = network()
+
+
+@torch.no_grad()
+def evaluate() -> float:
+    """The share of the images that are classified right, each counted by one rank."""
+    mine = torch.arange(rank, len(labels), ranks)
+    right = (net(images[mine]).argmax(dim=1) == labels[mine]).sum()
+    dist.all_reduce(right)
+    return right.item() / len(labels)
+
+
+if rank == 0:
+    print(f"accuracy {evaluate():.6f}")
+dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""Ten small programs with a mistake that people really make. Find it, mend it, and go on to the next one.
+
+    learn.py                # run the next exercise that is not solved yet: on one rank, and on 3+1
+    learn.py --hint         # a hint for it; again: the next hint
+    learn.py --number 4     # another one
+    learn.py --list         # the score
+
+You edit the file that it names. Solutions are in solutions/, for when you have found yours, or have had enough.
+`git checkout mnist_ddp/exercises` brings the mistakes back.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+SCORE = Path("runs") / "learn.json"
+NODES = (3, 1)  # ranks of each node
+IDLE_SECONDS = 5.0  # without any work on any rank, after which they wait for one another for ever
+SAME = 1e-9
+
+
+@dataclass
+class Played:
+    """What the ranks of a run have said."""
+
+    said: list[str]  # by rank
+    codes: list[int | None]  # exit codes by rank; None for one that did not end
+
+    @property
+    def output(self) -> str:
+        return "".join(self.said)
+
+    def numbers(self, name: str) -> list[float]:
+        """The numbers in lines such as "loss 2.31"."""
+        return [float(found) for found in re.findall(rf"^{name} (\S+)$", self.output, re.MULTILINE)]
+
+
+@dataclass
+class Exercise:
+    """What is wrong with `alone` (one rank) or `uneven` (3+1), as a sentence; None where nothing is."""
+
+    name: str
+    check: Callable[[Played, Played], str | None]
+    hints: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return HERE / f"{self.name}.py"
+
+
+def same_losses(alone: Played, uneven: Played) -> str | None:
+    """The usual check: each loss is that of one process."""
+    expected, found = alone.numbers("loss"), uneven.numbers("loss")
+    if not expected or len(expected) != len(found):
+        return f"one process has printed {len(expected)} losses, and 3+1 ranks {len(found)}"
+    for step, (wanted, one) in enumerate(zip(expected, found, strict=True), start=1):
+        if not abs(wanted - one) <= SAME:
+            return f"the loss of step {step} is {wanted:.9f} on one process, and {one:.9f} on 3+1 ranks"
+    return None
+
+
+def orders_differ(alone: Played, uneven: Played) -> str | None:
+    orders = re.findall(r"^first samples \d+ (.*)$", uneven.output, re.MULTILINE)
+    if len(orders) < 3:
+        return "the first samples of three epochs are not printed any more"
+    return None if len(set(orders)) == len(orders) else f"two epochs begin with the same samples: {orders[0]}"
+
+
+def each_image_once(alone: Played, uneven: Played) -> str | None:
+    wanted, found = (re.findall(r"right (\d+) of (\d+)", played.output) for played in (alone, uneven))
+    if found and wanted and found[0] == wanted[0] and found[0][1] == "359":
+        return None
+    return f"one process says right, of: {wanted}; 3+1 ranks: {found}; there are 359 images"
+
+
+def one_writer(alone: Played, uneven: Played) -> str | None:
+    writers = uneven.output.count("writes the checkpoint")
+    return None if writers == 1 else f"the checkpoint is written by {writers} ranks: {uneven.output.split(chr(10))[:2]}"
+
+
+def own_devices(alone: Played, uneven: Played) -> str | None:
+    taken = sorted(re.findall(r"takes (cuda:\d+) of (node \d+)", uneven.output))
+    wanted = sorted((f"cuda:{gpu}", f"node {node}") for node, gpus in enumerate(NODES) for gpu in range(gpus))
+    return None if taken == wanted else f"the GPUs that are taken: {', '.join(' of '.join(one) for one in taken)}"
+
+
+def same_accuracy(alone: Played, uneven: Played) -> str | None:
+    wanted, found = alone.numbers("accuracy"), uneven.numbers("accuracy")
+    return None if wanted and wanted == found else f"accuracy on one process {wanted}, on 3+1 ranks {found}"
+
+
+EXERCISES = (
+    Exercise("01_mean_of_means", same_losses, (
+        "Rank 3 holds 16 of 256 samples. By what does its cross_entropy divide their sum?",
+        "DDP divides the sum of the ranks' gradients by 4. What must each rank's loss be, so that the result is the "
+        "sum over all samples, divided by 256?",
+        'reduction="sum", len(batch), and ranks.',
+    )),
+    Exercise("02_forgotten_set_epoch", orders_differ, (
+        "The sampler shuffles. With what seed, in epoch 0 and in epoch 1?",
+        "Look for a method of DistributedSampler that takes an epoch.",
+    )),
+    Exercise("03_forward_outside_no_sync", same_losses, (
+        "Ranks 0 to 2 have three micro-batches, rank 3 has one. How many exchanges does each of them take part in?",
+        "What does the documentation of DistributedDataParallel.no_sync() say about the forward?",
+    )),
+    Exercise("04_padding_in_evaluation", each_image_once, (
+        "359 is not a multiple of 4. What does DistributedSampler do with the rest (drop_last=False)?",
+        "An evaluation has no exchange in each batch, so the ranks may have different numbers of images. Any iterable "
+        "of indices may be a `sampler`.",
+    )),
+    Exercise("05_local_rank_0", one_writer, (
+        "What is local_rank on the only process of node 1?",
+        "Which number is 0 on one process of the whole run?",
+    )),
+    Exercise("06_device_of_a_rank", own_devices, (
+        "4 ranks on 2 nodes: what is gpus_per_node? How many has each node really?",
+        "The launcher tells each process its number on its node.",
+    )),
+    Exercise("07_a_collective_that_one_rank_skips", same_accuracy, (
+        "Which ranks call evaluate()? What does it contain?",
+        "A collective (all_reduce, broadcast, barrier) is for all ranks or for none.",
+    )),
+    Exercise("08_batch_norm", same_losses, (
+        "Over which samples does BatchNorm take its mean on rank 3, and on one process?",
+        "A layer that normalises each sample by itself does not mind how many there are.",
+    )),
+    Exercise("09_unseeded_augmentation", same_losses, (
+        "The generator goes on with each call. After how many calls does rank 3 draw the noise of its first image, and "
+        "after how many does one process?",
+        "A torch.Generator of its own for each image, with a seed that is made of ...",
+    )),
+    Exercise("10_checkpoint_without_the_optimizer", same_losses, (
+        "The first two losses are right, and the third. Why is the third right?",
+        "optimizer.state_dict()",
+    )),
+)  # fmt: skip
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Import once what each rank would spend a second on."""
+    import torch
+    import torch._dynamo  # DDP imports it
+    import torch.distributed
+    from sklearn.datasets import load_digits
+
+    load_digits()
+    torch.set_num_threads(1)
+
+
+def play(script: Path, nodes: tuple[int, ...]) -> Played:
+    """Run a script once for each rank, as torchrun would on these nodes, but without the seconds of the import."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, processes = multiprocessing.get_context("fork"), []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(sum(nodes))]
+        for node, count in enumerate(nodes):
+            for local_rank in range(count):
+                rank = sum(nodes[:node]) + local_rank
+                environ: dict[str, object] = {
+                    "RANK": rank,
+                    "WORLD_SIZE": sum(nodes),
+                    "LOCAL_RANK": local_rank,
+                    "GROUP_RANK": node,
+                }
+                environ |= {"GROUP_WORLD_SIZE": len(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                process = context.Process(target=_be, args=(script, environ, logs[rank]))
+                process.start()
+                processes.append(process)
+        used, since = 0.0, time.monotonic()
+        while any(one.is_alive() for one in processes) and time.monotonic() - since < IDLE_SECONDS:
+            time.sleep(0.1)
+            now = sum((_seconds_of_work(one.pid) for one in processes), start=0.0)
+            if abs(now - used) > 0.02:
+                used, since = now, time.monotonic()
+        codes = [one.exitcode for one in processes]
+        for one in processes:
+            one.kill()
+            one.join()
+        return Played([log.read_text() for log in logs], codes)
+
+
+def _seconds_of_work(pid: int) -> float:
+    """The CPU time of a process; 0 once it has ended."""
+    with contextlib.suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+def _be(script: Path, environ: dict[str, object], log: Path) -> None:
+    """What `python SCRIPT` does as one rank, with its output in a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update({name: str(value) for name, value in environ.items()})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path.insert(0, str(HERE))
+    runpy.run_path(str(script), run_name="__main__")
+    time.sleep(0.1)  # for the threads of torch: a process that ends at once may abort
+
+
+def judge(exercise: Exercise, script: Path) -> str | None:
+    """What is wrong; None when the exercise is solved."""
+    alone, uneven = play(script, (1,)), play(script, NODES)
+    for name, played in (("one process", alone), ("3+1 ranks", uneven)):
+        failed = [rank for rank, code in enumerate(played.codes) if code]
+        if failed:
+            last = played.said[failed[0]].strip().splitlines()[-1:] or ["nothing"]
+            return f"on {name}, rank {failed[0]} has failed. It says: {last[0]}"
+        waiting = [str(rank) for rank, code in enumerate(played.codes) if code is None]
+        if waiting:
+            who = f"ranks {', '.join(waiting)} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits"
+            return f"on {name}, {who} for ever"
+    return exercise.check(alone, uneven)
+
+
+# --- the score ------------------------------------------------------------------------------------------------------
+
+
+def read_score() -> dict:
+    try:
+        return json.loads(SCORE.read_text())
+    except (OSError, ValueError):
+        return {"solved": [], "hints": {}}
+
+
+def write_score(score: dict) -> None:
+    SCORE.parent.mkdir(exist_ok=True)
+    SCORE.write_text(json.dumps(score))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hint", action="store_true", help="a hint for the next exercise; again: the next hint")
+    parser.add_argument("--number", type=int, choices=range(1, len(EXERCISES) + 1), help="this exercise")
+    parser.add_argument("--list", action="store_true", help="which are solved")
+    args = parser.parse_args()
+    score = read_score()
+    open_ones = [one for one in EXERCISES if one.name not in score["solved"]]
+    if args.list or not (open_ones or args.number):
+        for one in EXERCISES:
+            hints = score["hints"].get(one.name, 0)
+            state = "solved" if one.name in score["solved"] else "open"
+            print(f"{state:8}{one.name}" + f"  ({hints} hint{'s' * (hints > 1)})" * bool(hints))
+        print(f"{len(EXERCISES) - len(open_ones)} of {len(EXERCISES)} solved")
+        return 0
+    exercise = EXERCISES[args.number - 1] if args.number else open_ones[0]
+    path = exercise.path.relative_to(Path.cwd()) if exercise.path.is_relative_to(Path.cwd()) else exercise.path
+    if args.hint:
+        given = min(score["hints"].get(exercise.name, 0) + 1, len(exercise.hints))
+        score["hints"][exercise.name] = given
+        write_score(score)
+        print(f"{path}, hint {given} of {len(exercise.hints)}: {exercise.hints[given - 1]}")
+        return 0
+    prepare()
+    problem = judge(exercise, exercise.path)
+    if problem:
+        print(f"{path}\n    {problem}.\nMend the file and run this again; --hint gives a hint.")
+        return 1
+    score["solved"] = sorted({*score["solved"], exercise.name})
+    write_score(score)
+    print(f"{path} is solved: {len(score['solved'])} of {len(EXERCISES)}. A solution is in {HERE.name}/solutions, too.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

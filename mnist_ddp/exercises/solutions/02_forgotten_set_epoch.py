@@ -1,0 +1,16 @@
+"""The sampler draws the order from its seed and the epoch, which it has to be told."""
+
+import torch.distributed as dist
+from shared import TRAINING_SAMPLES
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+sampler = DistributedSampler(range(TRAINING_SAMPLES), shuffle=True, seed=0)
+loader = DataLoader(range(TRAINING_SAMPLES), batch_size=64, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    first = next(iter(loader))  # training on the batches is left out
+    if rank == 0:
+        print("first samples", epoch, first[:8].tolist())
+dist.destroy_process_group()
