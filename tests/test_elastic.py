@@ -207,8 +207,10 @@ def test_a_run_that_was_resumed_takes_a_node_back_that_was_started_without_resum
     assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
 
 
-def test_a_node_finds_a_run_that_another_node_leads_although_node_0s_worker_was_replaced(undisturbed_long, tmp_path):
-    under_way = Run(tmp_path / "run", gpus=(1, 1, 1))
+def test_a_node_finds_a_run_that_another_node_leads_although_node_0s_worker_was_replaced(tmp_path):
+    longer = ("--max-steps", 4000, "--epochs", 400, "--lr", 1e-4)  # three processes come back, in some seconds each
+    play(MNIST, (1,), tmp_path / "alone", *LONG, *longer, "--global-batch", 64)
+    under_way = Run(tmp_path / "run", *longer, gpus=(1, 1, 1))
     under_way.wait_for("train", 50)
     under_way.kill(0)  # node 1 leads from now on
     under_way.wait_for("members", 1)
@@ -221,7 +223,7 @@ def test_a_node_finds_a_run_that_another_node_leads_although_node_0s_worker_was_
     under_way.start(2)
     under_way.wait_for("members", 6)
     assert [result.code for result in under_way.results()] == [0, 0, 0], under_way.said()
-    require_same(tmp_path / "run", undisturbed_long)
+    require_same(tmp_path / "run", tmp_path / "alone")
 
 
 def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):

@@ -2,11 +2,14 @@
 
 import re
 import shutil
+import signal
 import socket
 import time
 
+import psutil
 import pytest
 
+from common.join.store import connect
 from common.launch.addresses import free_port
 from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start, write_trainer
 
@@ -198,3 +201,28 @@ def test_a_second_rank_0_that_reaches_the_first_ones_store_is_named_on_every_ran
     first, second, _ = playing(write_trainer(tmp_path, TWO_LEADERS), nodes, tmp_path).results(timeout=40)
     assert first.output.count("rank 0 is claimed twice") == 2, first.output
     assert second.output.count("rank 0 is claimed twice") == 1, second.output
+
+
+STORE = """
+import time
+from common.join.store import serve_at
+store, port = serve_at("127.0.0.1")
+print(port, flush=True)
+time.sleep(100)
+"""
+
+
+def test_attempts_to_reach_a_process_that_was_stopped_end_with_it():
+    serving = start("python", "-u", "-c", STORE, PYTHONPATH=str(ROOT))
+    port = int(serving.process.stdout.readline())
+    assert connect("127.0.0.1", port, 10) is not None
+    before = psutil.Process().num_threads()
+    serving.process.send_signal(signal.SIGSTOP)
+    assert [connect("127.0.0.1", port, 0.2) for _ in range(3)] == [None] * 3
+    assert psutil.Process().num_threads() >= before + 3
+    serving.process.kill()
+    serving.process.wait()
+    deadline = time.monotonic() + 30
+    while psutil.Process().num_threads() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

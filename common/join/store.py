@@ -28,6 +28,7 @@ from common.launch.options import JoinOptions
 SAY_EVERY_SECONDS = 4.0
 ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wait 5 s for a name server in it
 CONNECT_SECONDS = 2.0
+REQUEST_TIMEOUT = timedelta(seconds=300)  # of a store, for a key that is not there yet
 HOST = "served by"  # the key whose value says which process serves the store
 NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
 BACKLOG = 2048  # connections that wait to be accepted, as torch has it
@@ -101,7 +102,7 @@ def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenSt
     return OpenStore(store, "127.0.0.1" if alone else own, "", leads=True)
 
 
-def serve(host: str, port: int, timeout: timedelta = timedelta(seconds=300)) -> dist.TCPStore:
+def serve(host: str, port: int, timeout: timedelta = REQUEST_TIMEOUT) -> dist.TCPStore:
     """A store that this process serves at an address of this machine. Raises OSError or RuntimeError."""
     listens: dict[str, Any] = {"master_listen_fd": _listen_at(host, port)} if _is_address(host) else {}
     server = "localhost" if host == "0.0.0.0" else host
@@ -135,9 +136,8 @@ def serve_at(host: str) -> tuple[dist.TCPStore, int]:
     listener = _listen_at(host, 0)
     with socket.socket(fileno=os.dup(listener)) as same:
         port = same.getsockname()[1]
-    timeout = timedelta(seconds=300)
     return dist.TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
+        host, port, is_master=True, timeout=REQUEST_TIMEOUT, wait_for_workers=False, master_listen_fd=listener
     ), port
 
 
@@ -150,13 +150,15 @@ def connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | None
     """The store that is served at host:port; None where it does not answer in this time: something else listens there.
 
     TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
+    Where nothing listens any more, TCPStore tries again and again until its timeout, and logs an error then.
     """
     found: list[dist.TCPStore] = []
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2 * answer_seconds + 1))
             store.check([HOST])
+            store.set_timeout(REQUEST_TIMEOUT)
             found.append(store)
 
     thread = threading.Thread(target=connect, daemon=True)

@@ -41,8 +41,11 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     try:
         interruption = Interruption()
         name_supervisor(workers[0].layout)
+        elastic = getattr(args, "elastic", None)
+        if elastic:  # torch would log attempts to reach processes that have ended as errors
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         context = _context(target)
-        replacing = Replacing(Board(context, workers)) if getattr(args, "elastic", None) else None
+        replacing = Replacing(Board(context, workers)) if elastic else None
 
         def process_of(place: Worker) -> BaseProcess:
             if replacing:
