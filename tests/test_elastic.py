@@ -9,6 +9,7 @@ import pytest
 from common.join.handshake import leader_in
 from common.join.standby import reach
 from common.join.store import connect
+from common.join.waiting import poll
 from common.record.plots import spans_of_members
 from tests.harness import MNIST, Node, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
 from tests.test_exactness import altered
@@ -173,7 +174,7 @@ def test_a_stranger_at_the_standby_is_ignored(undisturbed_long, tmp_path):
     under_way.wait_for("train", 50)
     flags = under_way.nodes[0].flags
     main = connect("127.0.0.1", int(flags[flags.index("--master-port") + 1]), 5)
-    standby = reach(leader_in(main))
+    standby = reach(poll(lambda: leader_in(main), 20))  # the leader writes it once a second
     standby.set(f"present/{standby.add('present', 1)}", "a stranger")
     assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
     assert "something that is not a rank of this code has written into the store: ignored" in under_way.said()

@@ -57,7 +57,7 @@ def test_each_solution_passes(exercise, said):
 def test_the_folders_hold_the_same_ten():
     names = [f"{one.name}.py" for one in learn.EXERCISES]
     assert sorted(path.name for path in LEARN.parent.glob("[01]*.py")) == names
-    assert sorted(path.name for path in (LEARN.parent / "solutions").glob("*.py")) == names
+    assert sorted(path.name for path in (LEARN.parent / "solutions").glob("[01]*.py")) == names
 
 
 def test_it_goes_on_with_the_next_one_and_keeps_hints_and_score(tmp_path):

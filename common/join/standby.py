@@ -114,7 +114,7 @@ def reach(address: str) -> dist.Store | None:
         network.source_address(host, port, REACH_SECONDS)
     except (OSError, ValueError, OverflowError):
         return None
-    return connect(host, port, ANSWER_SECONDS)
+    return connect(host, port, ANSWER_SECONDS, gives_up=True)
 
 
 def states(addresses: Sequence[str]) -> list[str]:
@@ -134,4 +134,4 @@ def _state(address: str) -> str:
         return DEAD
     except (OSError, OverflowError):
         return SILENT
-    return ALIVE if connect(host, port, ANSWER_SECONDS) is not None else SILENT
+    return ALIVE if connect(host, port, ANSWER_SECONDS, gives_up=True) is not None else SILENT

@@ -146,17 +146,19 @@ def _name_run(store: dist.Store, worker: Worker) -> None:
     store.set(HOST, f"{socket.gethostname()} pid {os.getpid()}, {worker.layout.source}")
 
 
-def connect(host: str, port: int, answer_seconds: float) -> dist.TCPStore | None:
+def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False) -> dist.TCPStore | None:
     """The store that is served at host:port; None where it does not answer in this time: something else listens there.
 
     TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
-    Where nothing listens any more, TCPStore tries again and again until its timeout, and logs an error then.
+    Where nothing listens any more, TCPStore tries again and again: for five minutes, or with `gives_up` for some
+    seconds, after which it logs an error.
     """
     found: list[dist.TCPStore] = []
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2 * answer_seconds + 1))
+            timeout = timedelta(seconds=2 * answer_seconds + 1) if gives_up else REQUEST_TIMEOUT
+            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
             store.check([HOST])
             store.set_timeout(REQUEST_TIMEOUT)
             found.append(store)
