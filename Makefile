@@ -32,7 +32,7 @@ bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it fo
 	    "The method returns a [MASK] object." "The object must be an [MASK] of the class."
 
 learn: .venv  ## the next of ten small programs with a mistake that people really make
-	@$(BIN)/python mnist_ddp/exercises/learn.py
+	@$(BIN)/python mnist_ddp/exercises/learn.py || test $$? = 1
 
 hint: .venv  ## a hint for it; again: the next one
 	@$(BIN)/python mnist_ddp/exercises/learn.py --hint
@@ -53,7 +53,7 @@ format: .venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-faults: .venv  ## what happens when something breaks, with and without --elastic; about ten minutes
+faults: .venv  ## what happens when something breaks, with and without --elastic; takes a while
 	$(BIN)/python benchmarks/faults.py --write docs/faults.md
 
 bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md

@@ -7,7 +7,7 @@ The nodes of `-n 3 -g 2,1,1` run on this machine, in float64. The seed draws the
 what: a worker, a supervisor or all of a node ended by SIGKILL, a worker by SIGSEGV, a worker stopped. A quarter of them
 comes within the steps or the joining right after the one before. A node whose supervisor has ended, or that has left a
 worker out, is started again a moment later. One worker that could go on is always left. Compares all losses and the
-final weights with those of an undisturbed run. About half an hour for 200 faults on two cores.
+final weights with those of an undisturbed run. About forty minutes for 200 faults on two cores.
 """
 
 import argparse

@@ -51,6 +51,10 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     gpus = command[command.index("-g") + 1]
+    ranks = sum(int(one) for one in gpus.split(",") if one.isdigit())
+    if speeds and max(speeds) >= ranks:
+        print(f"error: --slow names rank {max(speeds)}, but -g {gpus} has ranks 0 to {ranks - 1}", file=sys.stderr)
+        return 2
     port = str(free_port())
     nodes = []
     for number in range(len(gpus.split(","))):
@@ -74,7 +78,7 @@ def main() -> int:
 
 
 def _speeds(text: str) -> dict[int, float]:
-    """ "1=0.5,3=0.25" -> the speed of each slow rank. Raises ValueError."""
+    """The speed of each slow rank, from a text such as "1=0.5,3=0.25". Raises ValueError."""
     found = {int(rank): float(speed) for rank, speed in (one.split("=") for one in text.split(","))}
     if not all(rank >= 0 and 0 < speed < 1 for rank, speed in found.items()):
         raise ValueError(text)

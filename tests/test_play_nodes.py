@@ -58,6 +58,11 @@ def test_a_speed_that_is_none_is_refused(speeds):
     assert result.code == 2 and "error: --slow takes RANK=SPEED" in result.output
 
 
+def test_a_slow_rank_that_is_not_there_is_refused():
+    result = run("python", PLAY, "--slow", "3=0.5", "-m", "common.hello", *LAYOUT)
+    assert result.code == 2 and "--slow names rank 3, but -g 2,1 has ranks 0 to 2" in result.output
+
+
 @pytest.mark.parametrize("rank", [1, 2])  # a supervisor's worker, and a launcher that is the worker of its node
 def test_a_slow_rank_is_stopped_again_and_again_and_the_others_are_not(rank, tmp_path):
     training = ("--dataset", "digits", "--max-steps", 100, "--epochs", 50, "--out-dir", tmp_path / "run")

@@ -111,7 +111,7 @@ class Membership:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Use while the ranks of a generation are connected."""
+        """Use while the ranks of a generation are connected. `is_connecting` stays true where that fails."""
         self.is_connecting = True
         yield
         self.is_connecting = False
