@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What --async-save and --elastic cost when nothing happens: the same run with and without, in turns.
+"""What --async-save, --elastic and --trace cost: the same run with and without, in turns.
 
-    costs.py [--turns 3] [--only async,async-busy,mnist,bert]
+    costs.py [--turns 3] [--only async,async-busy,mnist,bert,trace]
 
 `async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
-two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic, against without. Seconds count from the
-header to the last line, so that all that a run does is in them. About 20 minutes on two cores.
+two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
+`trace`: all steps of 3+1 ranks, against none. Seconds count from the header to the last line, so that all that a run
+does is in them, the writing of a trace too. About 25 minutes on two cores.
 """
 
 import argparse
@@ -31,11 +32,13 @@ BESIDE: dict[str, list] = {
     "beside": ["--save-every", 10, "--async-save"],
 }
 MEMBERS: dict[str, list] = {"off": [], "--elastic 2": ["--elastic", 2]}
+TRACED: dict[str, list] = {"off": [], "--trace 1500": ["--trace", 1500]}
 CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
     "async": (BERT, (1,), SMALL, BESIDE),
     "async-busy": (BERT, (1, 1), SMALL, BESIDE),
     "mnist": (MNIST, (3, 1), DIGITS, MEMBERS),
     "bert": (BERT, (3, 1), TINY, MEMBERS),
+    "trace": (MNIST, (3, 1), DIGITS, TRACED),
 }
 
 

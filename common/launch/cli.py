@@ -46,6 +46,7 @@ MAY_CHANGE = {
         "eval_only",
         "log_every",
         "tensorboard",
+        "trace",
         "unit",
         "on_nan",
     ),
@@ -263,6 +264,12 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--log-every", type=values.positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
     )
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
+    group.add_argument(
+        "--trace",
+        type=values.positive_int,
+        metavar="S",
+        help="write what every rank does in S steps: trace.json for Perfetto, and trace.png",
+    )
 
 
 # --- values from several flags -----------------------------------------------------------------------------------
@@ -445,6 +452,7 @@ def run_options(args: argparse.Namespace, name: str) -> RunOptions:
         async_save=args.async_save,
         log_every=args.log_every,
         tensorboard=args.tensorboard,
+        trace=args.trace,
         unit=getattr(args, "unit", "samples"),
         flags={name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS},
     )

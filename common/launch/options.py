@@ -70,5 +70,6 @@ class RunOptions:
     async_save: bool  # write checkpoints beside the training
     log_every: int  # steps between rows of metrics.jsonl
     tensorboard: bool
+    trace: int | None  # steps
     unit: str  # what a batch is counted in: samples or rows
     flags: Mapping[str, Any]  # all of them, as plain JSON, for run.json

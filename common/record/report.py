@@ -25,6 +25,8 @@ from common.record.copies import send_files
 from common.record.interrupts import Interrupts
 from common.record.output import Output
 from common.record.steps import Done, Gathered, Noted, gather_steps
+from common.record.trace import Trace
+from common.record.trace_files import draw, split_exchanges, write_json
 from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
 from common.uneven.checks import backward_problem, few_counted_problem, first_loss_problem, ranks_that_differ
@@ -61,6 +63,7 @@ class Report:
         self.output: Output | None = None  # on rank 0, and on ranks that keep copies
         self.writer: BackgroundWriter | None = None  # there too, with --async-save
         self.interrupts: Interrupts | None = None  # once training begins
+        self.trace: Trace | None = None  # with --trace, from the first step until it is written
         self.has_saved = False  # since then
         self.evaluated_step = -1  # of the last evaluation in the files
         self.goes_on = False  # after the members have changed: what was due after the last step may not have been done
@@ -90,6 +93,9 @@ class Report:
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds)
         self._heed_signals()
+        if self.options.trace and first_step < total_steps:
+            self.trace = Trace(self.timer, self.options.trace, first_step, total_steps)
+            self.group.at_end.callback(self.trace.close)
         if self.group.members:
             self.goes_on = first_step > 0 and self.group.members.generation > 0
             self.wants_checkpoint = self.goes_on and not has_checkpoints  # the disk that has them is gone
@@ -145,6 +151,8 @@ class Report:
         """
         self.timer.end_step()
         count = self.plan.global_count(step - 1) if count is None else count
+        if self.trace:
+            self.trace.end_step(step)
         given = self.precision.take_backpropagated() if self.precision else None
         self.noted.append(Noted(step, loss_sum, count, lr, grad_norm, given))
         if self.group.members:
@@ -167,7 +175,8 @@ class Report:
             held = self.group.members.held
             held.recent, held.noted = noted, []
             held.unwritten = []  # rank 0 wrote them when it opened the files
-        gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
+        with self.timer.span("report"):
+            gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
         self.lets_in = self.lets_in or gathered.let_in
         # All ranks compute these two from the same gathered numbers.
         self.unsaved_seconds = gathered.unsaved_seconds
@@ -189,7 +198,29 @@ class Report:
                 self.output.steps(done, gathered.times(), self.clock)
         given = gathered.backpropagated[0] if self.timer.at_exchange else gathered.backpropagated.sum(dim=0)
         self._judge(done, given.tolist(), noted[0].count)
+        if self.trace and self.trace.is_complete:
+            self._write_trace(self.trace)
         return done
+
+    def _write_trace(self, trace: Trace) -> None:
+        """Write trace.json and trace.png. Every rank must call this."""
+        self.trace = None
+        with self.clock.pause():
+            traces = trace.gather(self.group)
+            if not traces or not self.output:
+                return
+            apart = self.options.flags.get("sync_every") is not None
+            traces = split_exchanges(traces, self.group.ranks_of_nodes if apart else [range(len(traces))])
+            where = self.output.folder / "trace.json"
+            try:
+                write_json(where, traces, self.group.views, trace.first_step)
+                draw(where.with_suffix(".png"), traces)
+            except OSError as error:  # the training needs neither
+                say(f"could not write {where}: {error.strerror}", rank=0, error=True)
+                return
+        steps = f"steps {trace.first_step} to {trace.first_step + trace.done - 1}"
+        off = max(one.off_seconds for one in traces) * 1e6
+        self.line(f"trace    {steps}: {where} and trace.png (the nodes' clocks compared to {off:,.0f} microseconds)")
 
     def _name_not_finite(self, noted: list[Noted], gathered: Gathered) -> None:
         """Print whose samples have given a loss that is not finite, and which steps are skipped."""
@@ -278,7 +309,8 @@ class Report:
         wait does not count as training, and --save-every counts from its end.
         """
         self._compare_weights(step, model)
-        with self.clock.saving(), self.group.others_wait(f"rank 0, which saves step {step}"):
+        others_wait = self.group.others_wait(f"rank 0, which saves step {step}")
+        with self.timer.span("checkpoint"), self.clock.saving(), others_wait:
             if self.group.worker.is_main and not self.output:
                 raise RuntimeError("report.save before report.open_together, which opens the folder of the run")
             with self._writing():
@@ -299,9 +331,11 @@ class Report:
                 if self.writer:
                     self.writer.finish()
 
-    def pause(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
         """Use around an evaluation: its time does not count as training."""
-        return self.clock.pause()
+        with self.timer.span("evaluation"), self.clock.pause():
+            yield
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
@@ -322,6 +356,9 @@ class Report:
     def summary(self, step: int, **numbers: object) -> None:
         """Print the last lines, write the last row, and plot curves.png. Every rank must call this."""
         self.finish_saving()
+        if self.trace and self.trace.done:  # the run has ended before all of its steps
+            self.trace.close()
+            self._write_trace(self.trace)
         if self.interrupts:
             self.interrupts.close()
         with self._writing():

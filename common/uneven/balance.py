@@ -68,7 +68,8 @@ class Balancer:
         """
         if not self.on:
             return False
-        changed = self._use_exchange()
+        with self.timer.span("shares"):
+            changed = self._use_exchange()
         if self.untimed:
             self.untimed -= 1
             return False

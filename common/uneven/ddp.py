@@ -211,10 +211,12 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
         model.require_same_network()
     others = [other.guard for other in timer.models if other is not model]
     before = [guard.gradients() for guard in others]
+    timer.tell("pass")
     with model.micro_batch(), nullcontext() if is_last and not alone else model.no_sync():
         yield
     for guard, gradients in zip(others, before, strict=True):
         guard.require_untouched(gradients)
+    timer.tell("passed")
     model.guard.note_gradients(is_last)
     if is_last:
         if alone:

@@ -46,6 +46,8 @@ class StepTimer:
     ranks, and the transfer itself. What overlaps with backward is not counted. On a GPU the marks are events in its
     queue, so loading counts only as far as the GPU has run out of work. `steps` marks begin and loaded, `end_step`
     marks end; `ddp.wrap` and `reduce_gradients_if` mark the other two. What runs in `exchange` counts as that too.
+
+    A trace (common/record/trace.py) is told of every mark, and of what `tell` and `span` note for it alone.
     """
 
     def __init__(self, device: torch.device):
@@ -55,18 +57,35 @@ class StepTimer:
         self.current: Marks = {}
         self.has_reduced = False  # in this step
         self.at_exchange: Callable[[], None] | None = None  # called when the exchange of a step's gradients begins
+        self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
         self.models: WeakSet[Any] = WeakSet()
 
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
         self.has_reduced = self.has_reduced or name == "reduced"
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.current[name] = event
-        else:
-            self.current[name] = time.perf_counter()
+        self.current[name] = now = self._now()
+        if self.on_mark:
+            self.on_mark(name, now)
+
+    def tell(self, name: str) -> None:
+        """Note the time for a trace alone; without one this does nothing."""
+        if self.on_mark:
+            self.on_mark(name, self._now())
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Use around work that a trace should show under this name, between two steps or within one."""
+        self.tell(f"{name}:")
+        yield
+        self.tell(f":{name}")
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def is_marked(self, name: str) -> bool:
         """Whether the current step has this mark."""
