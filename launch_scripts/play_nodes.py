@@ -4,12 +4,14 @@
     play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
     play_nodes.py -m common.doctor -n 2 -g 2,1 --device cpu
     play_nodes.py --slow 3=0.25 mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
+    play_nodes.py --link 100Mbit,20ms mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu ...
 
 Starts the given script or module once for each node, adds `-i 0`, `-i 1`, ... and a master address, and shows the
 output of each node with the node's number in front of each line. When one node fails, the others may go on for another
 20 seconds, to print what they know, and are ended after that. Ctrl-C ends all of them. `--slow 3=0.25` makes rank 3 a
 machine of a quarter of the speed: its process is stopped and continued in short turns (several: `--slow 1=0.5,3=0.25`).
-For demos and study: on real machines each node runs its own command.
+`--link 100Mbit,20ms` joins the nodes by a cable: each sends so much, which arrives so much later. It needs Linux, but
+not root. For demos and study: on real machines each node runs its own command.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import psutil
 
 from common.launch.addresses import free_port
+from launch_scripts.played_link import Hosts
 
 GRACE_SECONDS = 20.0  # after one node has failed, for the others to end by themselves
 KILL_SECONDS = 30.0  # after that, from SIGTERM to SIGKILL
@@ -37,16 +41,21 @@ LOOK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # as shells report SIGINT
 TURN_SECONDS = 0.02  # of a slow rank: it runs for a part of this, and is stopped for the rest
+NO_HOSTS = "it needs Linux, the command `ip` (iproute2) and user namespaces, which root has where others may not"
 
 
 def main() -> int:
-    command, speeds = sys.argv[1:], dict[int, float]()
-    if command[:1] == ["--slow"]:
-        try:
-            speeds, command = _speeds(command[1]), command[2:]
-        except (ValueError, IndexError):
-            print("error: --slow takes RANK=SPEED, with 0 < SPEED < 1, such as 3=0.25 or 1=0.5,3=0.25", file=sys.stderr)
-            return 2
+    command, speeds, link = sys.argv[1:], dict[int, float](), None
+    try:
+        while command[:1] in (["--slow"], ["--link"]):
+            flag, value, command = command[0], "".join(command[1:2]), command[2:]
+            if flag == "--slow":
+                speeds = _speeds(value)
+            else:
+                link = _link(value)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if not _is_complete(command):
         print(__doc__, file=sys.stderr)
         return 2
@@ -55,10 +64,16 @@ def main() -> int:
     if speeds and max(speeds) >= ranks:
         print(f"error: --slow names rank {max(speeds)}, but -g {gpus} has ranks 0 to {ranks - 1}", file=sys.stderr)
         return 2
-    port = str(free_port())
-    nodes = []
-    for number in range(len(gpus.split(","))):
-        node = _start([*command, "-i", str(number), "--master-addr", "127.0.0.1", "--master-port", port])
+    port, count = str(free_port()), len(gpus.split(","))
+    try:
+        hosts = Hosts(count, *link) if link else None
+    except OSError as error:
+        print(f"error: --link: {error.strerror or error}: {NO_HOSTS}", file=sys.stderr)
+        return 1
+    master, nodes = hosts.address(0) if hosts else "127.0.0.1", []
+    for number in range(count):
+        own = ["-i", str(number), "--master-addr", master, "--master-port", port]
+        node = _start([*command, *own], partial(hosts.enter, number) if hosts else None)
         threading.Thread(target=show, args=(number, node.stdout)).start()
         nodes.append(node)
     over = threading.Event()
@@ -75,14 +90,25 @@ def main() -> int:
         for thread in slow:
             thread.join()
         _end(nodes)
+        if hosts:
+            hosts.close()
 
 
 def _speeds(text: str) -> dict[int, float]:
     """The speed of each slow rank, from a text such as "1=0.5,3=0.25". Raises ValueError."""
-    found = {int(rank): float(speed) for rank, speed in (one.split("=") for one in text.split(","))}
-    if not all(rank >= 0 and 0 < speed < 1 for rank, speed in found.items()):
-        raise ValueError(text)
+    words = [re.fullmatch(r"(\d+)=(0?\.\d+)", one) for one in text.split(",")]
+    found = {int(word[1]): float(word[2]) for word in words if word}
+    if len(found) < len(words) or not all(found.values()):
+        raise ValueError("--slow takes RANK=SPEED, with 0 < SPEED < 1, such as 3=0.25 or 1=0.5,3=0.25")
     return found
+
+
+def _link(text: str) -> tuple[float, float]:
+    """(bytes a second, seconds one way) of a link such as "100Mbit,20ms". Raises ValueError."""
+    word = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])bit,(\d+(?:\.\d+)?)ms", text)
+    if not word or not float(word[1]):
+        raise ValueError("--link takes the rate that each node sends at, and the delay one way, such as 100Mbit,20ms")
+    return float(word[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[word[2]] / 8, float(word[3]) / 1e3
 
 
 def _slow_down(nodes: list[subprocess.Popen[str]], rank: int, speed: float, over: threading.Event) -> None:
@@ -121,9 +147,16 @@ def _is_complete(command: list[str]) -> bool:
     return names_program and "-g" in command[1:-1]
 
 
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    """Start a node. A module of this checkout is found from any folder. Ctrl-C does not reach the node itself: it has
-    a session of its own, so that this program alone ends it."""
+def _start(command: list[str], enter_host: Callable[[], None] | None) -> subprocess.Popen[str]:
+    """Start a node, on a host of its own or on this one. A module of this checkout is found from any folder. Ctrl-C
+    does not reach the node itself: it has a session of its own, so that this program alone ends it."""
+
+    def first() -> None:
+        if sys.platform == "linux":
+            _end_with_parent()
+        if enter_host:
+            enter_host()
+
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, *command],
@@ -132,7 +165,7 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        preexec_fn=first,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 

@@ -2,14 +2,17 @@
 
 import contextlib
 import importlib
+import json
 import re
 import signal
+import subprocess
 import sys
 import time
 
 import psutil
 import pytest
 
+from common.join.waiting import poll
 from tests.harness import ROOT, run, start
 
 PLAY = ROOT / "launch_scripts" / "play_nodes.py"
@@ -130,3 +133,75 @@ def test_a_node_that_fails_ends_the_others(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("link", ["100", "100Mbit", "0Mbit,1ms", "100Mbit,20", "fast,1ms", ""])
+def test_a_link_that_is_none_is_refused(link):
+    result = run("python", PLAY, "--link", link, "-m", "common.hello", *LAYOUT)
+    assert result.code == 2 and "error: --link takes the rate that each node sends at, and the delay" in result.output
+
+
+can_play_hosts = subprocess.run(["unshare", "-Urn", "ip", "link"], capture_output=True).returncode == 0
+needs_hosts = pytest.mark.skipif(not can_play_hosts, reason="no `ip`, or this user may not make namespaces")
+
+
+@needs_hosts
+def test_the_nodes_meet_over_the_link_and_the_slow_rank_and_the_flags_come_in_any_order(tmp_path):
+    flags = ("--link", "1Gbit,1ms", "--slow", "2=0.9")
+    result = run("python", PLAY, *flags, "-m", "common.hello", *LAYOUT, cwd=tmp_path)
+    assert result.code == 0, result.output
+    assert "tcp://10.78.0.1:" in result.output
+    assert result.output.count("hello from") == 3
+
+
+@needs_hosts
+def test_what_is_sent_over_a_link_takes_the_delay_and_the_rate():
+    """A megabyte at 8 Mbit/s takes a second, and 30 ms one way are 60 there and back."""
+    there_and_back, seconds = json.loads(run("python", "-c", OVER_A_LINK, cwd=ROOT).output)
+    assert 0.06 <= there_and_back < 0.5
+    assert 0.9 <= seconds < 3
+
+
+OVER_A_LINK = """
+import json, os, socket, time
+from launch_scripts.played_link import Hosts
+
+hosts = Hosts(3, bytes_per_second=1e6, delay_seconds=0.03)
+if not os.fork():
+    hosts.enter(2)
+    connection, _ = socket.create_server((hosts.address(2), 5000)).accept()
+    connection.sendall(connection.recv(1))
+    left = 1_000_000
+    while left:
+        left -= len(connection.recv(left))
+    connection.sendall(b"x")
+    os._exit(0)
+hosts.enter(0)
+for _ in range(100):
+    try:
+        connection = socket.create_connection((hosts.address(2), 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.1)
+began = time.monotonic()
+connection.sendall(b"x")
+connection.recv(1)
+there_and_back = time.monotonic() - began
+connection.sendall(bytes(1_000_000))
+connection.recv(1)
+print(json.dumps([there_and_back, time.monotonic() - began - there_and_back]))
+hosts.close()
+"""
+
+
+@needs_hosts
+def test_nothing_of_a_link_outlives_a_player_that_was_killed(tmp_path):
+    training = ("--dataset", "digits", "--epochs", 500, "--out-dir", tmp_path / "run")
+    program = (ROOT / "mnist_ddp" / "mnist-distributed.py", *LAYOUT, *training)
+    played = start("python", PLAY, "--link", "1Gbit,1ms", *program)
+    player = psutil.Process(played.process.pid)
+    assert poll(lambda: len(player.children(recursive=True)) >= 4, 60)  # the switch, two nodes, a worker
+    processes = player.children(recursive=True)
+    played.process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not alive
