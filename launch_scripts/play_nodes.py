@@ -8,10 +8,11 @@
 
 Starts the given script or module once for each node, adds `-i 0`, `-i 1`, ... and a master address, and shows the
 output of each node with the node's number in front of each line. When one node fails, the others may go on for another
-20 seconds, to print what they know, and are ended after that. Ctrl-C ends all of them. `--slow 3=0.25` makes rank 3 a
-machine of a quarter of the speed: its process is stopped and continued in short turns (several: `--slow 1=0.5,3=0.25`).
-`--link 100Mbit,20ms` joins the nodes by a cable: each sends so much, which arrives so much later. It needs Linux, but
-not root. For demos and study: on real machines each node runs its own command.
+20 seconds, to print what they know, and are ended after that; with `--elastic` they go on. Ctrl-C ends all of them.
+
+`--slow 3=0.25` makes rank 3 a machine of a quarter of the speed: its process is stopped and continued in short turns
+(several: `--slow 1=0.5,3=0.25`). `--link 100Mbit,20ms` joins the nodes by a cable: each sends so much, which arrives so
+much later; it needs Linux, but not root. For demos and study: on real machines each node runs its own command.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import psutil
 
+from common.launch import values
 from common.launch.addresses import free_port
 from launch_scripts.played_link import Hosts
 
@@ -50,11 +53,11 @@ def main() -> int:
         while command[:1] in (["--slow"], ["--link"]):
             flag, value, command = command[0], "".join(command[1:2]), command[2:]
             if flag == "--slow":
-                speeds = _speeds(value)
+                speeds = values.slow_ranks(value)
             else:
-                link = _link(value)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+                link = values.link(value)
+    except ArgumentTypeError as error:
+        print(f"error: {flag} {error}", file=sys.stderr)
         return 2
     if not _is_complete(command):
         print(__doc__, file=sys.stderr)
@@ -82,7 +85,7 @@ def main() -> int:
         thread.start()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does
     try:
-        return _wait_for_all(nodes)
+        return _wait_for_all(nodes, goes_on="--elastic" in command)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -92,23 +95,6 @@ def main() -> int:
         _end(nodes)
         if hosts:
             hosts.close()
-
-
-def _speeds(text: str) -> dict[int, float]:
-    """The speed of each slow rank, from a text such as "1=0.5,3=0.25". Raises ValueError."""
-    words = [re.fullmatch(r"(\d+)=(0?\.\d+)", one) for one in text.split(",")]
-    found = {int(word[1]): float(word[2]) for word in words if word}
-    if len(found) < len(words) or not all(found.values()):
-        raise ValueError("--slow takes RANK=SPEED, with 0 < SPEED < 1, such as 3=0.25 or 1=0.5,3=0.25")
-    return found
-
-
-def _link(text: str) -> tuple[float, float]:
-    """(bytes a second, seconds one way) of a link such as "100Mbit,20ms". Raises ValueError."""
-    word = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG])bit,(\d+(?:\.\d+)?)ms", text)
-    if not word or not float(word[1]):
-        raise ValueError("--link takes the rate that each node sends at, and the delay one way, such as 100Mbit,20ms")
-    return float(word[1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[word[2]] / 8, float(word[3]) / 1e3
 
 
 def _slow_down(nodes: list[subprocess.Popen[str]], rank: int, speed: float, over: threading.Event) -> None:
@@ -183,8 +169,11 @@ def show(number: int, lines: Iterable[str]) -> None:
         sys.stdout.flush()
 
 
-def _wait_for_all(nodes: list[subprocess.Popen[str]]) -> int:
-    """Wait until all have ended, or for a limited time after one has failed. Returns the first failure, or 0."""
+def _wait_for_all(nodes: list[subprocess.Popen[str]], goes_on: bool) -> int:
+    """Wait until all have ended, or for a limited time after one has failed. Returns the first failure, or 0.
+
+    With `goes_on`, the nodes go on without one that has failed, and the run has succeeded where one of them has.
+    """
     first_failure, deadline = 0, float("inf")
     running = list(nodes)
     while running and time.monotonic() < deadline:
@@ -193,8 +182,8 @@ def _wait_for_all(nodes: list[subprocess.Popen[str]]) -> int:
             running.remove(node)
             if node.returncode and not first_failure:
                 first_failure = node.returncode if node.returncode > 0 else 128 - node.returncode
-                deadline = time.monotonic() + GRACE_SECONDS
-    return first_failure
+                deadline = float("inf") if goes_on else time.monotonic() + GRACE_SECONDS
+    return 0 if goes_on and any(node.returncode == 0 for node in nodes) else first_failure
 
 
 def _end(nodes: list[subprocess.Popen[str]]) -> None:

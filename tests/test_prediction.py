@@ -94,7 +94,15 @@ def test_figures_typed_by_hand_give_a_table_and_an_advice():
     assert "equal shares" in result.output and "advice     --balance auto" in result.output
 
 
+def test_a_slow_rank_has_a_part_of_its_speed():
+    result = run(*PREDICT, *TYPED, "--link", "10Gbit,0.1ms", "--slow", "9=0.25,0=0.5")
+    assert result.code == 0
+    assert "speeds     105, 210, 210, 210, 210, 210, 210, 210, 120, 30 samples a second by rank" in result.output
+
+
 @pytest.mark.parametrize("flags, said", [
+    ((*TYPED, "--link", "1Gbit,1ms", "--slow", "10=0.5"), "--slow names rank 10, but -g has ranks 0 to 9"),
+    ((*TYPED, "--link", "1Gbit,1ms", "--slow", "1=2"), "'1=2' is not allowed: give RANK=SPEED"),
     (TYPED, "--link is missing: give rate and latency between the nodes"),
     ((*TYPED, "--link", "10Gbit"), "'10Gbit' is not allowed: give the rate each way and the latency one way"),
     ((*TYPED, "--link", "1Gbit,1ms", "--speed", "1,2"), "--speed has 2 numbers, but -g has 10 ranks"),

@@ -2,12 +2,15 @@
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 from common.launch.options import SaveEvery
 
 SECONDS = {"m": 60.0, "h": 3600.0}  # of the units of --save-every
+UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # of bits and bytes
+LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def _number(kind: Callable[[str], Any], text: str, allowed: str, condition: Callable[[Any], bool]) -> Any:
@@ -91,6 +94,28 @@ def shares(text: str) -> tuple[float, ...]:
             "8x1,2x0.5"
         )
     return weights
+
+
+def slow_ranks(text: str) -> dict[int, float]:
+    """The speed of some ranks, as a part of their own: 3=0.25, or 1=0.5,3=0.25."""
+    words = [re.fullmatch(r"(\d+)=(0?\.\d+)", one) for one in text.split(",")]
+    found = {int(word[1]): float(word[2]) for word in words if word}
+    if len(found) < len(words) or not all(found.values()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give RANK=SPEED, with 0 < SPEED < 1, such as 3=0.25 or 1=0.5,3=0.25"
+        )
+    return found
+
+
+def link(text: str) -> tuple[float, float]:
+    """A rate each way, in bytes a second, and the latency one way, in seconds: 1Gbit,0.2ms."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(bit|B),(\d+(?:\.\d+)?)(us|ms|s)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give the rate each way and the latency one way, such as 1Gbit,0.2ms or 12GB,5us"
+        )
+    rate = float(found[1]) * UNITS[found[2]] / (8 if found[3] == "bit" else 1)
+    return rate, float(found[4]) * LATENCIES[found[5]]
 
 
 def micro_batch(text: str) -> int | tuple[int, ...] | str:

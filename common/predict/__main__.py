@@ -3,6 +3,7 @@
 
     python -m common.predict -g 8,2 --speed 8x210,2x120 --gradients 440MB --global-batch 1024 --link 10Gbit,0.1ms
     python -m common.predict --run runs/bert-0001 --link 100Mbit,20ms          # speeds and sizes of a run
+    python -m common.predict --run runs/bert-0001 --link 1Gbit,1ms --slow 3=0.25
     python -m common.predict --run runs/bert-0001 --doctor doctor.json         # the link that the doctor has measured
     python -m common.predict --examples                                        # tables for clusters of other people
 
@@ -24,6 +25,8 @@ from common.launch import cli, values
 from common.predict import examples, figures
 from common.predict.step import Cluster, Way, advice, predict, ways
 
+MOST_SHOWN = 16  # ranks whose speeds are printed one by one
+
 
 def flags() -> ArgumentParser:
     parser = ArgumentParser(description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False)
@@ -40,6 +43,9 @@ def flags() -> ArgumentParser:
     parser.add_argument("--link", type=figures.link, metavar="RATE,LATENCY", help="between nodes: 1Gbit,0.2ms")
     parser.add_argument(
         "--inside", type=figures.link, metavar="RATE,LATENCY", default="80Gbit,0.02ms", help="within a node"
+    )
+    parser.add_argument(
+        "--slow", type=values.slow_ranks, metavar="RANK=SPEED", help="a rank at a part of its speed: 3=0.25"
     )
     parser.add_argument("--sync-every", type=values.positive_int, default=50, metavar="H", help="for that flag's rows")
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run that has layout, speeds, gradients and batch")
@@ -83,6 +89,12 @@ def complete(args: Namespace) -> None:
         raise UserError(f"--fixed-ms has {len(args.fixed_ms)} numbers, but -g has {ranks} ranks: give each a number")
     if len(args.speed) != ranks or min(args.speed) <= 0:
         raise UserError(f"--speed has {len(args.speed)} numbers, but -g has {ranks} ranks: give each a number above 0")
+    args.slow = args.slow or {}
+    if args.slow and max(args.slow) >= ranks:
+        raise UserError(f"--slow names rank {max(args.slow)}, but -g has ranks 0 to {ranks - 1}: name one of them")
+    parts = [args.slow.get(rank, 1.0) for rank in range(ranks)]
+    args.speed = tuple(speed * part for speed, part in zip(args.speed, parts, strict=True))
+    args.fixed_ms = tuple(ms / part for ms, part in zip(args.fixed_ms, parts, strict=True))
     if len(args.gpus) > 1 and args.link is None:
         raise UserError("--link is missing: give rate and latency between the nodes, such as 1Gbit,0.2ms, or --doctor")
 
@@ -94,6 +106,10 @@ def report(args: Namespace) -> None:
     sizes = args.global_batch, args.gradients
     steps = {way: predict(cluster, *sizes, way, args.micro_batches) for way in ways(cluster, args.sync_every)}
     equal = steps[Way()]
+    speeds = ", ".join(f"{speed:,.0f}" for speed in args.speed)
+    if len(args.speed) > MOST_SHOWN:
+        speeds = f"{min(args.speed):,.0f} to {max(args.speed):,.0f}"
+    say(f"speeds     {speeds} samples a second by rank; gradients of {args.gradients / 1e6:,.1f} MB")
     lines = ["flags                                      step       computing  waiting    exchange   times as fast"]
     for way, step in steps.items():
         cells = [_ms(step.seconds), _ms(max(step.computing)), _ms(max(step.waiting)), _ms(step.exchange)]

@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 from common.errors import UserError
+from common.launch import values
+from common.launch.values import UNITS
 from common.predict.step import Link
 from common.record.metrics import read_metrics
 
-UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 FIRST_STEP = 20  # of a run that counts
 
 
@@ -28,14 +28,7 @@ def size(text: str) -> float:
 
 def link(text: str) -> Link:
     """A rate each way, and the latency one way: 1Gbit,0.2ms."""
-    found = re.fullmatch(r"([\d.]+)([KMGT]?)(bit|B),([\d.]+)(us|ms|s)", text)
-    if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: give the rate each way and the latency one way, such as 1Gbit,0.2ms or 12GB,5us"
-        )
-    return Link(
-        float(found[1]) * UNITS[found[2]] / (8 if found[3] == "bit" else 1), float(found[4]) * SECONDS[found[5]]
-    )
+    return Link(*values.link(text))
 
 
 def of_run(folder: Path) -> dict[str, Any]:

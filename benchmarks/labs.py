@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""The labs of docs/labs.md, as a reader would do them: what `predict` expects, and what the run says.
+
+    labs.py [--only slow,link,killed] [--write docs/labs.md] [--turns 3]
+
+Runs the commands that the chapter gives, for the median of several turns, and writes the tables and pictures of the
+chapter. About eight minutes; on a machine with fewer than two free cores the ranks slow one another down.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil
+
+from benchmarks.faults import put_table
+from benchmarks.machine import describe
+from common.join.waiting import poll
+from common.record.metrics import read_metrics
+
+PLAY = ROOT / "launch_scripts" / "play_nodes.py"
+TRAIN = ["mnist_ddp/mnist-distributed.py", "-n", "2", "-g", "1,1", "--device", "cpu", "--dataset", "digits"]
+TRAIN += ["--global-batch", "512", "--epochs", "60", "--trace", "12"]
+NEAR = "80Gbit,0.03ms"  # between two processes of this machine
+FIRST_STEP = 40  # that counts: --balance auto has found its shares
+WAYS = {"equal shares": [], "--balance auto": ["--balance", "auto"], "--compress bf16": ["--compress", "bf16"]}
+WAYS["--sync-every 50"] = ["--sync-every", "50"]
+SECONDS = 300.0
+
+
+def run(folder: Path, played: list[str], flags: list[str]) -> float:
+    """Train on two played nodes. Returns the milliseconds of a step."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, PLAY, *played, *TRAIN, *flags, "--out-dir", folder]
+    subprocess.run(command, cwd=ROOT, env=environ(), check=True, stdout=subprocess.DEVNULL, timeout=SECONDS)
+    return step_ms(folder, FIRST_STEP)
+
+
+def environ() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def step_ms(folder: Path, first: int, last: int = 10**9) -> float:
+    """The mean time of the steps from `first` to `last`, in milliseconds, without evaluations and checkpoints."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "ranks"]
+    rows = [row for row in rows if first <= row["step"] <= last]
+    seconds = rows[-1]["training_seconds"] - rows[0]["training_seconds"]
+    return seconds / (rows[-1]["step"] - rows[0]["step"]) * 1e3
+
+
+def ask(folder: Path, *flags: str) -> str:
+    """What `predict` prints about the machines of a run."""
+    command = [sys.executable, "-m", "common.predict", "--run", folder, *flags]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def predicted(folder: Path, *flags: str) -> dict[str, float]:
+    """What it expects of each way to train, in milliseconds."""
+    lines = re.findall(r"^(.{43})([\d.]+) ms", ask(folder, *flags), re.MULTILINE)
+    return {way.strip(): float(ms) for way, ms in lines}
+
+
+def table(rows: list[tuple[str, float, float]]) -> list[str]:
+    lines = [describe(), "", "| | predicted | measured | off by |", "| --- | --- | --- | --- |"]
+    for what, expected, found in rows:
+        lines.append(f"| {what} | {expected:.1f} ms | {found:.1f} ms | {expected / found - 1:+.0%} |")
+    return lines
+
+
+def compare(played: list[str], expected: dict[str, float], ways: list[str], turns: int, picture: Path) -> list[str]:
+    """A row for each way. The picture is the trace of the first one."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as place:
+        for turn in range(turns):
+            for way in ways:
+                found[way].append(run(Path(place) / "run", played, WAYS[way]))
+                if not turn and way == ways[0]:
+                    shutil.copy(Path(place) / "run" / "trace.png", picture)
+    return table([(way, expected[way], statistics.median(found[way])) for way in ways])
+
+
+def killed(even: Path, turns: int) -> list[str]:
+    """Two ranks, one of which is killed: the other one does all of the work."""
+    before, after = [], []
+    for _ in range(turns):
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "run"
+            command = [sys.executable, PLAY, *TRAIN, "--elastic", "1", "--out-dir", folder]
+            played = subprocess.Popen(command, cwd=ROOT, env=environ(), stdout=subprocess.DEVNULL)
+            poll(partial(has_done, folder, 90), SECONDS)
+            for one in psutil.Process(played.pid).children(recursive=True):
+                if " rank 1 of 2" in " ".join(one.cmdline()):
+                    one.send_signal(signal.SIGKILL)
+            played.wait(SECONDS)
+            lost = next(row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "members")
+            before.append(step_ms(folder, 20, lost))
+            after.append(step_ms(folder, lost + 1))
+            shutil.copy(folder / "curves.png", ROOT / "docs" / "lab-killed.png")
+    speed = ask(even, "--link", NEAR).split()[1].rstrip(",").replace(",", "")  # of rank 0
+    two = predicted(even, "--link", NEAR)["equal shares"]
+    one = predicted(even, "-g", "1", "--speed", speed, "--fixed-ms", "0.01")["equal shares"]
+    rows = [("two ranks", two, statistics.median(before)), ("one is left", one, statistics.median(after))]
+    return table(rows)
+
+
+def has_done(folder: Path, steps: int) -> bool:
+    file = folder / "metrics.jsonl"
+    return file.exists() and any(row.get("step", 0) >= steps for row in read_metrics(file))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="slow,link,killed")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="put the tables into this file, between its markers")
+    args = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory() as place:
+        even = Path(place) / "even"
+        print(f"two ranks, nothing in the way: {run(even, [], []):.1f} ms a step", flush=True)
+        shutil.copy(even / "trace.png", ROOT / "docs" / "lab-even.png")
+        if "slow" in args.only:
+            ways, slow = ["equal shares", "--balance auto"], ["--slow", "1=0.25"]
+            expected = predicted(even, "--link", NEAR, *slow)
+            found["slow"] = compare(slow, expected, ways, args.turns, ROOT / "docs" / "lab-slow.png")
+        if "link" in args.only:
+            ways, link = ["equal shares", "--compress bf16", "--sync-every 50"], ["--link", "100Mbit,20ms"]
+            expected = predicted(even, *link)
+            found["link"] = compare(link, expected, ways, args.turns, ROOT / "docs" / "lab-link.png")
+        if "killed" in args.only:
+            found["killed"] = killed(even, args.turns)
+    for name, lines in found.items():
+        print(name, *lines, sep="\n", flush=True)
+        if args.write:
+            put_table(args.write, f"lab {name}", lines)
+
+
+if __name__ == "__main__":
+    main()
