@@ -10,7 +10,7 @@ BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: learn hint faults demo demo-elastic bert test test-cluster lint format bench clean
+.PHONY: learn hint faults site demo demo-elastic bert test test-cluster lint format bench clean
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
@@ -55,6 +55,9 @@ format: .venv
 
 faults: .venv  ## what happens when something breaks, with and without --elastic; takes a while
 	$(BIN)/python benchmarks/faults.py --write docs/faults.md
+
+site: .venv  ## README and chapters as a site, in build/site; no server, nothing from the network
+	$(BIN)/python .ci/site.py
 
 bench: .venv  ## measured against peers, side by side; prints the tables of docs/benchmarks.md
 	$(BIN)/python benchmarks/mnist.py --data-dir $(DATA)

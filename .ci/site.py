@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "build" / "site-source"
-CHAPTER = re.compile(r"^\d+\. \[([^]]+)\]\(docs/([\w-]+\.\w+)\)", re.MULTILINE)
+LISTED = re.compile(r"^\d+\. .*", re.MULTILINE)
+LINK = re.compile(r"\[([^]]+)\]\(docs/([\w-]+\.md)\)")
 
 
 def gather() -> None:
@@ -24,10 +25,11 @@ def gather() -> None:
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", SOURCE)
     readme = (ROOT / "README.md").read_text()
-    (SOURCE / "index.md").write_text(readme.replace("](docs/", "]("))
-    shutil.copy(ROOT / "CONTRIBUTING.md", SOURCE)
-    pages = [("Uneven DDP", "index.md"), *CHAPTER.findall(readme), ("Contributing", "CONTRIBUTING.md")]
-    nav = "".join(f'\n  - "{title}": {file}' for title, file in pages)
+    for name, page in (("README.md", "index.md"), ("CONTRIBUTING.md", "CONTRIBUTING.md")):
+        (SOURCE / page).write_text((ROOT / name).read_text().replace("](docs/", "]("))
+    chapters = [link for line in LISTED.findall(readme) for link in LINK.findall(line)]
+    pages = [("Uneven DDP", "index.md"), *chapters, ("Contributing", "CONTRIBUTING.md")]
+    nav = "".join(f'\n  - "{title[0].upper()}{title[1:]}": {file}' for title, file in pages)
     (SOURCE.parent / "mkdocs.yml").write_text(
         (ROOT / ".ci" / "mkdocs.yml").read_text().replace("../build/", "").rstrip() + nav + "\n"
     )
@@ -38,12 +40,14 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "site", metavar="DIR", help="where to write it")
     into = parser.parse_args().into.absolute()
     gather()
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", into]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", into]  # --quiet counts no warnings
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run([*command, "-f", SOURCE.parent / "mkdocs.yml"], env=environ)
+    done = subprocess.run(
+        [*command, "-f", SOURCE.parent / "mkdocs.yml"], env=environ, stderr=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise SystemExit(done.returncode)
-    print(f"open {into / 'index.html'}")
+        sys.exit(done.stderr)
+    print(f"open {into / 'index.html'} (its search needs a server: python -m http.server -d {into})")
 
 
 if __name__ == "__main__":

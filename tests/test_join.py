@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from common.join.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
 from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start, write_trainer
@@ -226,3 +227,21 @@ def test_attempts_to_reach_a_process_that_was_stopped_end_with_it():
     while psutil.Process().num_threads() > before:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_process_that_is_too_busy_to_answer_at_once_is_not_taken_for_dead():
+    serving = start("python", "-u", "-c", STORE, PYTHONPATH=str(ROOT))
+    address = f"127.0.0.1 {int(serving.process.stdout.readline())}"
+    serving.process.send_signal(signal.SIGSTOP)
+    assert reach(address) is None
+    goes_on = threading.Timer(0.5, serving.process.send_signal, [signal.SIGCONT])
+    goes_on.start()
+    try:
+        assert reach_unless_dead(address, time.monotonic() + 20) is not None
+    finally:
+        goes_on.join()
+        serving.process.kill()
+        serving.process.wait()
+    began = time.monotonic()
+    assert reach_unless_dead(address, began + 20) is None
+    assert time.monotonic() < began + 20

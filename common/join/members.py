@@ -27,7 +27,18 @@ from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import LEADER, leader_in
 from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
-from common.join.standby import ALIVE, ANSWER_SECONDS, DEAD, SILENT, Standby, Visit, reach, split, states
+from common.join.standby import (
+    ALIVE,
+    ANSWER_SECONDS,
+    DEAD,
+    SILENT,
+    Standby,
+    Visit,
+    reach,
+    reach_unless_dead,
+    split,
+    states,
+)
 from common.join.store import OpenStore, open_store, serve
 from common.join.view import RESUME, difference, layout_of, node_of, place, places
 from common.join.waiting import Every, poll
@@ -269,10 +280,12 @@ class Membership:
             return self.enter(self.leaders[0])
         frozen: set[int] = set()
         patience = SILENT_SECONDS if late and not self.is_connecting else self._patience_seconds
+        until = time.monotonic() + SILENT_SECONDS
         for view in self.views:
             if view["rank"] == self.rank:
                 return self._change(self.standby.store, self._lead(lost, frozen))
-            while (store := reach(address_of(view))) is not None:  # else it has ended too, and the next rank leads
+            address = address_of(view)  # where it has ended too, the next rank leads
+            while (store := reach_unless_dead(address, until)) is not None:
                 with suppress(RuntimeError):
                     if verdict := self._attend(store, self.options.join_timeout_seconds, patience):
                         return self._change(store, verdict)

@@ -8,6 +8,7 @@ At the standby of the rank that leads, each value after the seal with the job's 
 """
 
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -115,6 +116,15 @@ def reach(address: str) -> dist.Store | None:
     except (OSError, ValueError, OverflowError):
         return None
     return connect(host, port, ANSWER_SECONDS, gives_up=True)
+
+
+def reach_unless_dead(address: str, until: float) -> dist.Store | None:
+    """The store at this address, or None where its machine refuses the connection. One that does not answer is tried
+    again until `time.monotonic()` is `until`: where all cores are busy, it may take longer than `reach` waits."""
+    while (store := reach(address)) is None:
+        if time.monotonic() > until or states([address]) == [DEAD]:
+            return None
+    return store
 
 
 def states(addresses: Sequence[str]) -> list[str]:

@@ -10,7 +10,8 @@ if [[ $(id -u) != 0 ]]; then
   exit 2
 fi
 
-packages=(iproute2 iptables slurmctld slurmd slurm-client munge openmpi-bin mpich openssh-server openssh-client)
+packages=(iproute2 iptables slurmctld slurmd slurm-client munge openmpi-bin mpich openssh-server openssh-client
+  chromium)
 is_installed() { [[ $(dpkg-query -W -f '${Status}' "$1" 2>/dev/null) == *"ok installed" ]]; }
 install() {
   local missing=() package
@@ -54,7 +55,7 @@ finish() {
 trap finish EXIT
 
 PYTHONDONTWRITEBYTECODE=1 UNEVEN_CLUSTER_LOCKED=1 .venv/bin/python -m pytest -p no:cacheprovider \
-  --basetemp="$state.pytest" tests/cluster "$@" 9>&- &
+  --basetemp="$state.pytest" tests/cluster tests/test_page.py "$@" 9>&- &
 pytest=$!
 wait "$pytest"
 code=$?
