@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 
 import psutil
