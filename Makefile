@@ -10,7 +10,7 @@ BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: learn hint faults site demo demo-elastic bert test test-cluster lint format bench clean
+.PHONY: learn hint faults site demo demo-elastic bert test test-cluster test-gpu lint format bench clean
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
@@ -42,6 +42,9 @@ test: .venv  ## all that needs neither root nor a GPU nor a network
 
 test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Debian's packages
 	bash tests/cluster/run.sh
+
+test-gpu: .venv  ## every path that a GPU takes, on one GPU, in minutes; without one, what a CPU can do of it
+	$(BIN)/python -m pytest -n $$(( $$(nproc) > 8 ? 4 : 1 )) tests/gpu
 
 lint: .venv  ## format, habits, types, and which package may import which
 	$(BIN)/ruff format --check .

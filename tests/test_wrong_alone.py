@@ -58,3 +58,14 @@ def test_weights_that_differ_on_one_rank_are_said_at_the_next_checkpoint(tmp_pat
 
 def test_weights_that_are_the_same_are_not_mentioned(tmp_path):
     assert "bit by bit" not in play(MNIST, (2, 1), tmp_path, *FLAGS)[0].output
+
+
+def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_the_way_out(tmp_path):
+    error = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...')"
+    full = f"                        if step == 4 and worker.rank == 2:\n                            raise {error}\n"
+    nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS)
+    first, second = playing(altered(tmp_path / "full_ddp", {BACKWARD: full + BACKWARD}), nodes, tmp_path).results()
+    assert second.code == 2 and "Traceback" not in second.output
+    assert "[2] error: a micro-batch does not fit into the memory of cpu" in second.output
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB): give a smaller --micro-batch" in second.output
+    assert first.code and "rank 2, node 1" in first.output

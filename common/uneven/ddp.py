@@ -193,8 +193,8 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
 
     Raises UserError where the last backward has not reached every parameter, where training has changed a buffer, and
-    where a layer that needs the whole global batch gets a micro-batch; also for a loop that does not take its items
-    from `timer.steps`.
+    where a layer that needs the whole global batch gets a micro-batch; where the GPU's memory is too small for the
+    micro-batch; also for a loop that does not take its items from `timer.steps`.
     """
     if not isinstance(model, UnevenDistributedDataParallel):
         raise UserError(f"the model is a {type(model).__name__}: use what common.uneven.ddp.wrap(...) returns")
@@ -213,7 +213,14 @@ def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, tim
     before = [guard.gradients() for guard in others]
     timer.tell("pass")
     with model.micro_batch(), nullcontext() if is_last and not alone else model.no_sync():
-        yield
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
+            raise UserError(
+                f"a micro-batch does not fit into the memory of {timer.device} ({wanted}): give a smaller "
+                "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
+            ) from error
     for guard, gradients in zip(others, before, strict=True):
         guard.require_untouched(gradients)
     timer.tell("passed")
