@@ -24,12 +24,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--data-dir", type=Path)
 parser.add_argument("--global-batch", type=int)
 parser.add_argument("--max-steps", type=int)
+parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
-dist.init_process_group("gloo")
+dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 train_set, _, _ = data.load("mnist", args.data_dir, torch.float32)
 torch.manual_seed(0)
-model = DistributedDataParallel(ConvNet())
+model = DistributedDataParallel(ConvNet().to(args.device))
 optimizer = torch.optim.AdamW(model.parameters(), 8e-3, weight_decay=0.01, eps=1e-5, fused=True)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=10_000)
 step, began, each = 0, 0.0, args.global_batch // ranks
@@ -37,11 +38,14 @@ while step < args.max_steps:
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(step))
     for start in range(0, len(order) - args.global_batch + 1, args.global_batch):
         images, labels = train_set.get_batch(order[start + rank * each : start + (rank + 1) * each].tolist())
+        images, labels = images.to(args.device), labels.to(args.device)
         cross_entropy(model(images), labels, label_smoothing=0.05).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         step += 1
+        if step in (FIRST_STEPS, args.max_steps) and args.device != "cpu":
+            torch.cuda.synchronize()
         if step == FIRST_STEPS:
             began = time.perf_counter()
         if step == args.max_steps:

@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
-# BERT-base pretraining on one CUDA GPU against transformers.Trainer: bf16, lengths 128 and 512.
-# Prints tokens/s, utilisation against the card's measured matrix rate, and the ratio. Under ten minutes.
-#     benchmarks/gpu.sh            needs torch and transformers, no data and no network
-#     benchmarks/gpu.sh --tiny     the same code on a CPU in seconds, to see that it runs
+# On one CUDA GPU. First the step of BERT-base against transformers.Trainer: bf16, lengths 128 and 512, tokens/s and
+# utilisation against the card's measured matrix rate; under ten minutes. Then the trainers themselves (gpu_trainers.py).
+#     benchmarks/gpu.sh                  needs torch and transformers, no data and no network
+#     benchmarks/gpu.sh --tiny           the same code on a CPU in seconds, to see that it runs
+#     benchmarks/gpu.sh trainers [...]   the trainers alone; MNIST's two parts need --data-dir with its files
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TOKENIZERS_PARALLELISM=false
 if [[ -x .venv/bin/python ]]; then own=.venv/bin/python; else own=python3; fi
-exec "${PYTHON:-$own}" benchmarks/gpu.py "$@"
+if [[ ${1:-} == trainers ]]; then
+  exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py "${@:2}"
+fi
+"${PYTHON:-$own}" benchmarks/gpu.py "$@"
+if [[ $# == 0 || $1 == --tiny ]]; then
+  exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py --only pretrain "$@"
+fi
