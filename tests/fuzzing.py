@@ -113,7 +113,8 @@ def written(name: str, content: bytes) -> Path:
 KINDS = [
     *(values.positive_int, values.natural_int, values.port, values.positive_float, values.non_negative_float),
     *(values.probability, values.percent, values.save_every, values.steps_or_percent, values.gpus_per_node),
-    *(values.shares, values.micro_batch, values.compression, figures.size, figures.link),
+    *(values.shares, values.micro_batch, values.compression, values.slow_ranks, figures.size),
+    figures.link,
 ]
 WORDS = [
     "8,2",

@@ -115,3 +115,10 @@ def test_every_program_that_names_its_interpreter_can_be_started():
     programs = [ROOT / name for name in tracked if (ROOT / name).read_bytes()[:2] == b"#!"]
     assert programs
     assert [path for path in programs if not os.access(path, os.X_OK)] == []
+
+
+def test_every_picture_is_made_by_a_benchmark():
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    pictures = [path.name for path in (ROOT / "docs").glob("*.png")]
+    assert pictures
+    assert [name for name in pictures if name not in scripts] == []

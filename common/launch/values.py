@@ -98,7 +98,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 def slow_ranks(text: str) -> dict[int, float]:
     """The speed of some ranks, as a part of their own: 3=0.25, or 1=0.5,3=0.25."""
-    words = [re.fullmatch(r"(\d+)=(0?\.\d+)", one) for one in text.split(",")]
+    words = [re.fullmatch(r"(\d{1,6})=(0?\.\d+)", one) for one in text.split(",")]
     found = {int(word[1]): float(word[2]) for word in words if word}
     if len(found) < len(words) or not all(found.values()):
         raise argparse.ArgumentTypeError(
