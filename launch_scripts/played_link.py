@@ -7,6 +7,7 @@ it. Linux only; needs the command `ip` (iproute2).
 
 import contextlib
 import ctypes
+import errno
 import heapq
 import os
 import select
@@ -37,6 +38,8 @@ class Hosts:
     """
 
     def __init__(self, count: int, bytes_per_second: float, delay_seconds: float):
+        if not hasattr(libc, "unshare"):
+            raise OSError(errno.ENOSYS, "this system has no namespaces")
         uid, gid = os.getuid(), os.getgid()
         _check(libc.unshare(CLONE_NEWUSER | CLONE_NEWNET))  # in it, this user may do what root may, to these networks
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):

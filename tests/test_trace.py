@@ -95,7 +95,8 @@ def test_what_the_profiler_has_seen_is_on_the_clock_of_the_process():
     ended = time.perf_counter()
     products = [span for span in kernels.spans() if span.name == "aten::mm"]
     assert len(products) == 1
-    assert began - 0.01 < products[0].start < products[0].end < ended + 0.01  # two clocks of the machine are compared
+    off = 0.05  # two clocks of the machine are compared
+    assert began - off < products[0].start < products[0].end < ended + off
 
 
 def test_a_run_of_few_steps_is_traced_from_its_first():
