@@ -6,7 +6,8 @@
 `async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
 two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
 `trace`: all steps of 3+1 ranks, against none. Seconds count from the header to the last line, so that all that a run
-does is in them, the writing of a trace too. About 25 minutes on two cores.
+does is in them, the writing of a trace too; in brackets, those of the training alone, without evaluations and
+checkpoints (digits have six steps an epoch, and a checkpoint after each). About 25 minutes on two cores.
 """
 
 import argparse
@@ -42,7 +43,8 @@ CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
 }
 
 
-def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> float:
+def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tuple[float, float]:
+    """(seconds of the whole run, seconds of its steps)."""
     with tempfile.TemporaryDirectory() as folder:
         more = ["--cache-dir", cache] if script == BERT else []
         run = PlayedRun(script, gpus, Path(folder) / "run", *flags, *more)
@@ -51,7 +53,8 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> fl
         began = min(when for when, line in run.lines if "] files  " in line)
         if any(codes) or len(said) < 2:
             raise SystemExit(run.said())
-        return said["] done  "] - began
+        (summary,) = run.rows("summary")
+        return said["] done  "] - began, summary["seconds"]
 
 
 def main() -> None:
@@ -64,15 +67,16 @@ def main() -> None:
         for name, (script, gpus, flags, ways) in CASES.items():
             if args.only and name not in args.only.split(","):
                 continue
-            found: dict[str, list[float]] = {way: [] for way in ways}
+            found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for turn in range(args.turns):
                 for way, more in ways.items() if turn % 2 == 0 else reversed(ways.items()):
                     found[way].append(seconds(script, gpus, [*flags, *more], Path(cache)))
             base = next(iter(ways))
             for way, times in found.items():
-                ratio = statistics.median(a / b for a, b in zip(times, found[base], strict=True))
-                spread = ", ".join(f"{one:.1f}" for one in times)
-                print(f"{name}: {way}: {statistics.median(times):.1f} s ({spread}); {ratio:.3f} of {base}", flush=True)
+                pairs = [*zip(times, found[base], strict=True)]
+                whole, steps = (statistics.median(a[part] / b[part] for a, b in pairs) for part in (0, 1))
+                spread = ", ".join(f"{total:.1f} [{training:.1f}]" for total, training in times)
+                print(f"{name}: {way}: {spread} s; {whole:.3f} [{steps:.3f}] of {base}", flush=True)
 
 
 if __name__ == "__main__":

@@ -127,10 +127,12 @@ def main() -> None:
             pretrain(Path(folder), device, args.tiny)
         if args.tiny:
             return
+        if "mnist" in args.only or "loop" in args.only:
+            require_mnist(args.data_dir)
         if "mnist" in args.only:
-            mnist(Path(folder), device, require_mnist(args.data_dir), args.seeds)
+            mnist(Path(folder), device, args.data_dir, args.seeds)
         if "loop" in args.only:
-            loop(Path(folder), device, require_mnist(args.data_dir))
+            loop(Path(folder), device, args.data_dir)
 
 
 if __name__ == "__main__":
