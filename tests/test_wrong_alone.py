@@ -66,6 +66,6 @@ def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_th
     nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS)
     first, second = playing(altered(tmp_path / "full_ddp", {BACKWARD: full + BACKWARD}), nodes, tmp_path).results()
     assert second.code == 2 and "Traceback" not in second.output
-    assert "[2] error: a micro-batch does not fit into the memory of cpu" in second.output
+    assert "error: a micro-batch does not fit into the memory of cpu" in second.output
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB): give a smaller --micro-batch" in second.output
     assert first.code and "rank 2, node 1" in first.output
