@@ -12,6 +12,7 @@ You edit the file that it names. Solutions are in solutions/, for when you have 
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ class Played:
 
     said: list[str]  # by rank
     codes: list[int | None]  # exit codes by rank; None for one that did not end
+    waiting: dict[int, int]  # rank -> the line of the program in which it waits for ever
 
     @property
     def output(self) -> str:
@@ -82,6 +84,12 @@ def orders_differ(alone: Played, uneven: Played) -> str | None:
     return None if len(set(orders)) == len(orders) else f"two epochs begin with the same samples: {orders[0]}"
 
 
+def same_losses_and_new_noise(alone: Played, uneven: Played) -> str | None:
+    if "noise of two epochs is the same: False" not in uneven.output:
+        return "an image gets the same noise in both epochs (or the line that says so is gone)"
+    return same_losses(alone, uneven)
+
+
 def each_image_once(alone: Played, uneven: Played) -> str | None:
     wanted, found = (re.findall(r"right (\d+) of (\d+)", played.output) for played in (alone, uneven))
     if found and wanted and found[0] == wanted[0] and found[0][1] == "359":
@@ -110,7 +118,7 @@ EXERCISES = (
         "Rank 3 holds 16 of 256 samples. By what does its cross_entropy divide their sum?",
         "DDP divides the sum of the ranks' gradients by 4. What must each rank's loss be, so that the result is the "
         "sum over all samples, divided by 256?",
-        'reduction="sum", len(batch), and ranks.',
+        'reduction="sum", len(batch), and ranks. The line that prints the loss divides by ranks, too: does it have to?',
     )),
     Exercise("02_forgotten_set_epoch", orders_differ, (
         "The sampler shuffles. With what seed, in epoch 0 and in epoch 1?",
@@ -141,7 +149,7 @@ EXERCISES = (
         "Over which samples does BatchNorm take its mean on rank 3, and on one process?",
         "A layer that normalises each sample by itself does not mind how many there are.",
     )),
-    Exercise("09_unseeded_augmentation", same_losses, (
+    Exercise("09_unseeded_augmentation", same_losses_and_new_noise, (
         "The generator goes on with each call. After how many calls does rank 3 draw the noise of its first image, and "
         "after how many does one process?",
         "A torch.Generator of its own for each image, with a seed that is made of ...",
@@ -196,9 +204,16 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
                 used, since = now, time.monotonic()
         codes = [one.exitcode for one in processes]
         for one in processes:
+            if one.is_alive() and one.pid:
+                os.kill(one.pid, signal.SIGUSR1)  # it writes its stack, see _be
+        time.sleep(0.3)
+        for one in processes:
             one.kill()
             one.join()
-        return Played([log.read_text() for log in logs], codes)
+        said = [log.read_text() for log in logs]
+        stacks = {rank: re.findall(rf'File "{script}", line (\d+)', said[rank]) for rank in range(len(said))}
+        waiting = {rank: int(lines[0]) for rank, lines in stacks.items() if codes[rank] is None and lines}
+        return Played(said, codes, waiting)
 
 
 def _seconds_of_work(pid: int) -> float:
@@ -217,6 +232,7 @@ def _be(script: Path, environ: dict[str, object], log: Path) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update({name: str(value) for name, value in environ.items()})
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)
     sys.path.insert(0, str(HERE))
     runpy.run_path(str(script), run_name="__main__")
     time.sleep(0.1)  # for the threads of torch: a process that ends at once may abort
@@ -230,10 +246,9 @@ def judge(exercise: Exercise, script: Path) -> str | None:
         if failed:
             last = played.said[failed[0]].strip().splitlines()[-1:] or ["nothing"]
             return f"on {name}, rank {failed[0]} has failed. It says: {last[0]}"
-        waiting = [str(rank) for rank, code in enumerate(played.codes) if code is None]
-        if waiting:
-            who = f"ranks {', '.join(waiting)} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits"
-            return f"on {name}, {who} for ever"
+        if None in played.codes:
+            places = (f"rank {rank} in line {line}" for rank, line in played.waiting.items())
+            return f"on {name}, ranks wait for ever: {', '.join(places)}"
     return exercise.check(alone, uneven)
 
 
