@@ -211,7 +211,9 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
             one.kill()
             one.join()
         said = [log.read_text() for log in logs]
-        stacks = {rank: re.findall(rf'File "{script}", line (\d+)', said[rank]) for rank in range(len(said))}
+        stacks = {
+            rank: re.findall(rf'File "{re.escape(str(script))}", line (\d+)', said[rank]) for rank in range(len(said))
+        }
         waiting = {rank: int(lines[0]) for rank, lines in stacks.items() if codes[rank] is None and lines}
         return Played(said, codes, waiting)
 
