@@ -81,7 +81,7 @@ def pretrain(folder: Path, device: str, tiny: bool) -> None:
             flags += ["--corpus", folder / "text.txt", "--cache-dir", folder / "cache", "--vocab-size", 30_522]
             flags += [] if tiny else ["--precision", "bf16", "--compile"]
             _, used = run(BERT, *flags)
-            rate = steps_per_second(out, 10 if tiny else FIRST_STEP) * size * length
+            rate = steps_per_second(out, 1 if tiny else FIRST_STEP) * size * length
             print(f"| BERT-{preset} | {length} | {size} | {rate:,.0f} | {used:.1f} |", flush=True)
 
 
