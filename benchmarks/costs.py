@@ -7,10 +7,12 @@
 two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
 `trace`: all steps of 3+1 ranks, against none. Seconds count from the header to the last line, so that all that a run
 does is in them, the writing of a trace too; in brackets, those of the training alone, without evaluations and
-checkpoints (digits have six steps an epoch, and a checkpoint after each). About 25 minutes on two cores.
+checkpoints (digits have six steps an epoch, and a checkpoint after each), and the seconds that all processes have
+computed, which vary less. About 25 minutes on two cores.
 """
 
 import argparse
+import resource
 import statistics
 import sys
 import tempfile
@@ -43,8 +45,15 @@ CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
 }
 
 
-def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tuple[float, float]:
-    """(seconds of the whole run, seconds of its steps)."""
+def computed() -> float:
+    """Seconds of all processes that this one has waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tuple[float, float, float]:
+    """(seconds of the whole run, seconds of its steps, seconds computed by all processes)."""
+    before = computed()
     with tempfile.TemporaryDirectory() as folder:
         more = ["--cache-dir", cache] if script == BERT else []
         run = PlayedRun(script, gpus, Path(folder) / "run", *flags, *more)
@@ -54,7 +63,7 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tu
         if any(codes) or len(said) < 2:
             raise SystemExit(run.said())
         (summary,) = run.rows("summary")
-        return said["] done  "] - began, summary["seconds"]
+        return said["] done  "] - began, summary["seconds"], computed() - before
 
 
 def main() -> None:
@@ -67,16 +76,17 @@ def main() -> None:
         for name, (script, gpus, flags, ways) in CASES.items():
             if args.only and name not in args.only.split(","):
                 continue
-            found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+            found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
             for turn in range(args.turns):
                 for way, more in ways.items() if turn % 2 == 0 else reversed(ways.items()):
                     found[way].append(seconds(script, gpus, [*flags, *more], Path(cache)))
             base = next(iter(ways))
             for way, times in found.items():
                 pairs = [*zip(times, found[base], strict=True)]
-                whole, steps = (statistics.median(a[part] / b[part] for a, b in pairs) for part in (0, 1))
-                spread = ", ".join(f"{total:.1f} [{training:.1f}]" for total, training in times)
-                print(f"{name}: {way}: {spread} s; {whole:.3f} [{steps:.3f}] of {base}", flush=True)
+                whole, *parts = (statistics.median(a[part] / b[part] for a, b in pairs) for part in range(3))
+                spread = ", ".join(f"{total:.1f} [{training:.1f}, {cpu:.1f}]" for total, training, cpu in times)
+                ratios = ", ".join(f"{part:.3f}" for part in parts)
+                print(f"{name}: {way}: {spread} s; {whole:.3f} [{ratios}] of {base}", flush=True)
 
 
 if __name__ == "__main__":

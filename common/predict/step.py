@@ -102,16 +102,15 @@ def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, mic
         weights = fastest(costs, cluster.fixed, float(global_batch))
     shares = split(global_batch, weights)
     computing = tuple(share * cost for share, cost in zip(shares, costs, strict=True))
-    sent = gradients * way.compressed
     last = 1 / micro_batches
     if not way.sync_every:
-        exchange = _left_over(max(computing), last, sent, cluster.all_reduce)
+        exchange = _left_over(max(computing), last, gradients, lambda size: cluster.all_reduce(size * way.compressed))
     else:
         ends = []
         for ranks in cluster.ranks_of_nodes:
             slowest = max(computing[rank] for rank in ranks)
             of_node = partial(all_reduce, ranks=len(ranks), link=cluster.inside)
-            ends.append(slowest + _left_over(slowest, last, sent, of_node))
+            ends.append(slowest + _left_over(slowest, last, gradients, of_node))
         exchange = max(ends) - max(computing)
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2

@@ -70,7 +70,7 @@ class Report:
         self.interrupted_by = ""  # a signal and the rank that has received it; the same on every rank
         self.lets_in = False  # processes that wait to become members; the same on every rank
         if group.members and precision:
-            timer.at_exchange = precision.sum_over_ranks
+            timer.at_exchange = precision.sum_beside_gradients
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
         """Open the files of this run and print the header. `facts` are further header lines, such as the data.

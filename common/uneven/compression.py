@@ -37,26 +37,40 @@ def gradient_sum(compress: str, net: torch.nn.Module) -> Callable[[dist.GradBuck
 
 
 def sum_bucket(
-    bucket: dist.GradBucket, dtype: torch.dtype | None = None, ranks: Any = None, scale: float = 1.0
+    bucket: dist.GradBucket,
+    dtype: torch.dtype | None = None,
+    ranks: Any = None,
+    scale: float = 1.0,
+    beside: torch.Tensor | None = None,
 ) -> Summed:
     """Start to sum a bucket over the process group `ranks`, by default all, as numbers of type `dtype`. The sum, times
-    `scale`, is in the bucket once backward returns.
+    `scale`, is in the bucket once backward returns, and so is that of the number `beside`.
 
     It is done without `then` of the all-reduce's future, whose function would run in a thread of the backend.
     """
     gradients = bucket.buffer()
     sent = gradients.to(dtype or gradients.dtype)
+    if beside is not None:  # an all-reduce of its own would take as long as one of a small bucket
+        sent = torch.cat([sent, beside.reshape(1).to(sent.dtype)])
     work: Any = dist.all_reduce(sent, group=ranks, async_op=True)
 
     def finish() -> None:
         work.wait()
+        if beside is not None:
+            beside.copy_(sent[-1])
         if sent is not gradients:
-            gradients.copy_(sent)
+            gradients.copy_(sent[: len(gradients)])
         if scale != 1.0:
             gradients.mul_(scale)
 
     Variable._execution_engine.queue_callback(finish)  # runs at the end of this backward
     return _done(gradients)
+
+
+def sum_number(number: torch.Tensor) -> None:
+    """Start to sum a number over all ranks. The sum is in it once backward returns."""
+    work: Any = dist.all_reduce(number, async_op=True)
+    Variable._execution_engine.queue_callback(work.wait)
 
 
 def _done(gradients: torch.Tensor) -> Summed:

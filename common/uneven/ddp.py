@@ -28,7 +28,7 @@ from common.errors import UserError
 from common.uneven.batches import change, take_rows
 from common.uneven.batching import BatchPlan
 from common.uneven.checks import Guard, UnsummedGradients, description, refuse_batch_norm, require_same, say_noise
-from common.uneven.compression import Summed, gradient_sum
+from common.uneven.compression import Summed, gradient_sum, sum_bucket, sum_number
 from common.uneven.global_batch import needs_whole_parts
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import IS_SUMMED
@@ -238,10 +238,13 @@ def _sum_over_ranks(
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: sums a bucket. Notes when this rank's last gradients are ready."""
     timer, sum_gradients = state
-    if timer.at_exchange and bucket.index() == 0:
-        timer.at_exchange()
     if bucket.is_last():
         timer.mark("ready")
+    if timer.at_exchange and bucket.index() == 0:
+        number = timer.at_exchange()
+        if sum_gradients is sum_bucket:
+            return sum_bucket(bucket, beside=number)
+        sum_number(number)
     return sum_gradients(bucket)
 
 

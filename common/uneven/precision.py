@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 from common.errors import RunError, UserError
@@ -29,8 +28,7 @@ class Precision:
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_backpropagated`
-        self.summed: torch.Tensor | None = None  # the same over all ranks
-        self.summing: dist.Work | None = None
+        self.summed: torch.Tensor | None = None  # the same over all ranks, once backward has returned
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
@@ -41,11 +39,11 @@ class Precision:
         self.backpropagated += loss.detach().sum()
         self.scaler.scale(loss).backward()
 
-    def sum_over_ranks(self) -> None:
-        """Begin to sum what backward has had over the ranks, beside the gradients, so that every rank knows the loss of
-        a step before it takes the step: a rank that is lost afterwards takes nothing with it."""
+    def sum_beside_gradients(self) -> torch.Tensor:
+        """What backward has had so far, for `StepTimer.at_exchange`. So every rank knows the loss of a step before it
+        takes the step, and a rank that is lost afterwards takes nothing with it."""
         self.summed = self.backpropagated.clone()
-        self.summing = dist.all_reduce(self.summed, async_op=True)
+        return self.summed
 
     def take_backpropagated(self) -> torch.Tensor:
         """The sum of the losses that `backward` has had since the last call: a report compares it with the loss. That
@@ -69,9 +67,6 @@ class Precision:
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
-        if self.summing:
-            self.summing.wait()
-            self.summing = None
         optimizers = (optimizer, *others)
         _require_summed_gradients(model, optimizers)
         for one in optimizers:

@@ -56,7 +56,8 @@ class StepTimer:
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
         self.has_reduced = False  # in this step
-        self.at_exchange: Callable[[], None] | None = None  # called when the exchange of a step's gradients begins
+        # Called when the exchange of a step's gradients begins; gives a number that is summed over the ranks with them.
+        self.at_exchange: Callable[[], torch.Tensor] | None = None
         self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
         self.models: WeakSet[Any] = WeakSet()
