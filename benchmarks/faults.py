@@ -6,7 +6,7 @@
 Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1` (`mnist`), nine of them on `-n 2 -g 3,1` (`two`),
 and nine into the pretraining of a small BERT on `-n 3 -g 2,1,1` (`bert`): all nodes on this machine, in float64, at the
 moment that the table names, or after 100 steps (BERT: 40). Seconds count from the fault: until the first line that
-names it, until those that are left have done the next optimizer steps (which are written about once a second), or until
+names it, until those that are left have done the next optimizer steps (which are written every second), or until
 the last process has ended. `lost` counts the steps that are missing from metrics.jsonl, or whose loss differs from that
 of the undisturbed run by more than 1e-9 of it.
 """

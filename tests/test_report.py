@@ -5,6 +5,7 @@ import json
 import pytest
 
 from common.record import wording
+from common.record.clock import seconds_between_exchanges
 from tests.harness import MNIST, play, rows
 from tests.test_exactness import altered
 
@@ -75,3 +76,8 @@ def test_a_loss_that_is_not_the_one_of_backward_is_said(changes, warning, tmp_pa
     said = play(trainer, (3, 1), tmp_path / "run", *flags)[0].output
     assert ("warning:" in said) == (warning is not None)
     assert warning is None or warning in said
+
+
+@pytest.mark.parametrize(("exchange", "between"), [(0.0005, 1.0), (0.05, 2.5), (1.0, 5.0)])
+def test_exchanges_that_take_long_are_rarer(exchange, between):
+    assert seconds_between_exchanges(exchange) == between

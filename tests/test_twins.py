@@ -28,7 +28,7 @@ def train(worker: Worker, args: Namespace) -> None:
             return step == total_steps or step % plan.steps_per_epoch == 0
         def finish(evaluates: bool) -> None:
             saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
-                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                for done in report.exchange():  # an all-gather of what the ranks have noted, every 1 to 5 s
                     precision.require_finite(done.step, done.loss, done.grad_norm)
             if saves:
                 report.end_if_interrupted(step)  # by a signal

@@ -135,7 +135,7 @@ def train(worker: Worker, args: Namespace) -> None:
             nonlocal best_score
             saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
             if saves or report.is_due:
-                for done in report.exchange():  # an all-gather of what the ranks have noted, about once a second
+                for done in report.exchange():  # an all-gather of what the ranks have noted, every 1 to 5 s
                     precision.require_finite(done.step, done.loss, done.grad_norm)
             if evaluates and report.evaluated_step != step:
                 with report.pause():

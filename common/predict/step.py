@@ -8,7 +8,7 @@
                          link counts
 
 A step ends when the slowest rank has computed and the last piece is exchanged. What does not depend on the share,
-such as loading and the optimizer, comes besides; so does an exchange of a few numbers about once a second.
+such as loading and the optimizer, comes besides; so does an exchange of a few numbers every 1 to 5 seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+from common.record.clock import seconds_between_exchanges
 from common.uneven.balance import fastest
 from common.uneven.batching import split
 
 WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
 FORWARD = 1 / 3  # of forward and backward
-REPORT_SECONDS = 1.0  # about once in these, the ranks exchange what they have noted (common/record/report.py)
 FIRST_PIECE, PIECE = 2**20, 25 * 2**20  # bytes, of DDP's buckets
 
 
@@ -115,8 +115,8 @@ def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, mic
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2
         exchange += (outer + spread) / way.sync_every
-    reports = cluster.all_reduce(0.0) / REPORT_SECONDS if len(shares) > 1 else 0.0
-    return Step(shares, computing, exchange, max(cluster.fixed), reports)
+    report = cluster.all_reduce(0.0) if len(shares) > 1 else 0.0
+    return Step(shares, computing, exchange, max(cluster.fixed), report / seconds_between_exchanges(report))
 
 
 def all_reduce(size: float, ranks: int, link: Link) -> float:

@@ -1,8 +1,11 @@
-"""How long a run has trained."""
+"""How long a run has trained, and how often its ranks exchange what they have noted."""
 
 import contextlib
 import time
 from collections.abc import Iterator
+
+LEAST_SECONDS, MOST_SECONDS = 1.0, 5.0  # between two exchanges
+EXCHANGE_PART = 0.02  # of the time, that exchanges may take within these limits
 
 
 class Clock:
@@ -50,3 +53,9 @@ class Clock:
     def seconds_here(self) -> float:
         """Seconds of training of this run alone."""
         return time.perf_counter() - self.began - self.paused_seconds
+
+
+def seconds_between_exchanges(exchange_seconds: float) -> float:
+    """Seconds from one exchange of the ranks' notes to the next, where one takes `exchange_seconds`: more where that
+    is long, as on a link with a delay."""
+    return min(MOST_SECONDS, max(LEAST_SECONDS, exchange_seconds / EXCHANGE_PART))

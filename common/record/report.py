@@ -20,7 +20,7 @@ from common.launch.options import RunOptions
 from common.record import checkpoint, wording
 from common.record.background import BackgroundWriter
 from common.record.checkpoint import Part
-from common.record.clock import Clock
+from common.record.clock import Clock, seconds_between_exchanges
 from common.record.copies import send_files
 from common.record.interrupts import Interrupts
 from common.record.output import Output
@@ -33,7 +33,6 @@ from common.uneven.checks import backward_problem, few_counted_problem, first_lo
 from common.uneven.precision import Precision
 from common.uneven.timer import StepTimer
 
-EXCHANGE_SECONDS = 1.0  # about how often the ranks exchange what they have noted
 MOST_STEPS_NOTED = 100  # between two exchanges
 
 
@@ -57,6 +56,7 @@ class Report:
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
+        self.exchange_seconds = 0.0  # that the last one took on this rank
         self.wants_checkpoint = False
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.last_eval: dict[str, float] = {}
@@ -161,7 +161,7 @@ class Report:
 
     @property
     def is_due(self) -> bool:
-        """True when an exchange is due, about a second after the last; the same on every rank."""
+        """True when an exchange is due, 1 to 5 seconds after the last; the same on every rank."""
         return len(self.noted) >= self.exchange_at
 
     def exchange(self) -> list[Done]:
@@ -176,7 +176,10 @@ class Report:
             held.recent, held.noted = noted, []
             held.unwritten = []  # rank 0 wrote them when it opened the files
         with self.timer.span("report"):
-            gathered = gather_steps(self.timer, noted, self.clock.unsaved_seconds, received, wait)
+            gathered = gather_steps(
+                self.timer, noted, self.clock.unsaved_seconds, received, wait, self.exchange_seconds
+            )
+        self.exchange_seconds = gathered.seconds_here
         self.lets_in = self.lets_in or gathered.let_in
         # All ranks compute these two from the same gathered numbers.
         self.unsaved_seconds = gathered.unsaved_seconds
@@ -186,7 +189,8 @@ class Report:
             self.interrupted_by = f"{signal.Signals(number).name} on rank {rank}"
             if self.interrupts:
                 self.interrupts.note_agreement()
-        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(EXCHANGE_SECONDS * 1e3 / max(gathered.step_ms, 1e-3))))
+        seconds = seconds_between_exchanges(gathered.last_seconds)
+        self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(gathered.step_ms, 1e-3))))
         losses = gathered.loss_sums.sum(dim=0).tolist()
         self._name_not_finite(noted, gathered)
         done = [

@@ -1,6 +1,7 @@
-"""What the ranks note about each optimizer step, exchanged about once a second."""
+"""What the ranks note about each optimizer step, exchanged every 1 to 5 seconds."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class Gathered:
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
     signals: list[int]  # by rank, that a rank has received; 0 for none
     let_in: bool  # processes wait to become members, as rank 0 knows
+    last_seconds: float  # of the exchange before this one, on the rank that waited least for the others
+    seconds_here: float  # of this one, on this rank
 
     @property
     def busy_ms(self) -> torch.Tensor:
@@ -68,31 +71,39 @@ class Gathered:
 
 
 def gather_steps(
-    timer: StepTimer, noted: Sequence[Noted], unsaved_seconds: float, received: int, wait: bool = False
+    timer: StepTimer,
+    noted: Sequence[Noted],
+    unsaved_seconds: float,
+    received: int,
+    wait: bool = False,
+    last_seconds: float = 0.0,
 ) -> Gathered:
     """The steps since the last call on all ranks; `unsaved_seconds` is by this rank's clock, `received` the number of a
-    signal that it has received, or 0, and `wait` whether it knows of processes that wait to be let in. Every rank must
-    call this.
+    signal that it has received, or 0, `wait` whether it knows of processes that wait to be let in, and `last_seconds`
+    what the last call took here. Every rank must call this.
 
     Raises UserError on every rank where they have divided a step's loss by different counts.
     """
     sums = torch.stack([one.loss_sum.detach().double() for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock, signals = torch.full_like(sums, unsaved_seconds), torch.full_like(sums, received)
-    waiting = torch.full_like(sums, wait)
+    waiting, seconds = torch.full_like(sums, wait), torch.full_like(sums, last_seconds)
     unknown = torch.full_like(sums[0], math.nan)
     given = torch.stack([unknown if one.backpropagated is None else one.backpropagated for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
     norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
-    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts, signals, waiting])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts, signals, waiting, seconds])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    began = time.perf_counter()
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu().unbind(dim=1)
-    losses, loading, compute, exchange, given, norms, clocks, counted, signals, waiting = rows
+    took = time.perf_counter() - began
+    losses, loading, compute, exchange, given, norms, clocks, counted, signals, waiting, seconds = rows
     _require_one_count(noted, counted)
     received_by = [int(number) for number in signals[:, 0].tolist()]
     unsaved, let_in = float(clocks[0, 0]), bool(waiting[0, 0])
-    return Gathered(losses, loading, compute, exchange, given, norms, unsaved, received_by, let_in)
+    last = float(seconds[:, 0].min())
+    return Gathered(losses, loading, compute, exchange, given, norms, unsaved, received_by, let_in, last, took)
 
 
 def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
