@@ -61,45 +61,37 @@ def all_reduce_times(
     A size that would not fit in the budget has ms None, and expected_ms instead. All ranks decide the same,
     because they all use the slowest rank's time.
     """
-    seconds: dict[int, float] = {}
-    left_out, spent, expected = {}, 0.0, 0.0
-    for size, following in zip(sizes, (*sizes[1:], 0), strict=True):  # once each
+    rows, spent, expected = [], 0.0, 0.0
+    for size, following in zip(sizes, (*sizes[1:], 0), strict=True):
         if spent + expected > budget_seconds:
-            left_out[size] = expected
+            rows.append({"bytes": size, "ms": None, "gb_per_second": None, "expected_ms": round(expected * 1e3, 1)})
+            took = expected
         else:
-            seconds[size] = _timed_all_reduce(size, 1, device)
-            spent += seconds[size]
-            expected = seconds[size]
-        expected *= min(following / size, 16)  # the time of small sizes is latency, which does not grow
-    repeats = {}
-    for size, took in seconds.items():
-        wanted = max(LEAST_REPEATS, min(MOST_REPEATS, int(SECONDS_A_SIZE / took)))
-        if spent + wanted * took < budget_seconds:
-            repeats[size] = wanted
-            spent += wanted * took
-    # The first ones are slower than those of training: where packets take long, TCP opens its window slowly, and the
-    # more is sent, the sooner. So the largest size comes first, and of each size the later half counts.
-    for size in reversed(repeats):
-        seconds[size] = _timed_all_reduce(size, repeats[size], device)
-    rows: list[dict] = [
-        {"bytes": size, "ms": round(took * 1e3, 3), "gb_per_second": float(f"{size / took / 1e9:.3g}")}
-        for size, took in seconds.items()
-    ]
-    unknown = {"ms": None, "gb_per_second": None}
-    return rows + [{"bytes": size, **unknown, "expected_ms": round(took * 1e3, 1)} for size, took in left_out.items()]
+            buffer = torch.zeros(size // 4, device=device)
+            took = _slowest(device, [_timed_all_reduce(buffer)])
+            spent += took
+            # The first ones are slower than those of training: where packets take long, TCP opens its window slowly. So
+            # the later half counts.
+            repeats = max(LEAST_REPEATS, min(MOST_REPEATS, int(SECONDS_A_SIZE / took)))
+            if spent + repeats * took < budget_seconds:
+                took = _slowest(device, [_timed_all_reduce(buffer) for _ in range(repeats)][repeats // 2 :])
+                spent += repeats * took
+            rows.append({"bytes": size, "ms": round(took * 1e3, 3), "gb_per_second": float(f"{size / took / 1e9:.3g}")})
+        expected = took * min(following / size, 16)  # the time of small sizes is latency, which does not grow
+    return rows
 
 
-def _timed_all_reduce(size: int, repeats: int, device: torch.device) -> float:
-    """Seconds of one: the slowest rank's median of the later half; of an even number, the lower one."""
-    buffer, seconds = torch.zeros(size // 4, device=device), []
-    for _ in range(repeats):
-        _finish(device)
-        began = time.perf_counter()
-        dist.all_reduce(buffer)
-        _finish(device)
-        seconds.append(time.perf_counter() - began)
-    later = sorted(seconds[repeats // 2 :])
-    median = torch.tensor([later[(len(later) - 1) // 2]], dtype=torch.float64, device=device)
+def _timed_all_reduce(buffer: torch.Tensor) -> float:
+    _finish(buffer.device)
+    began = time.perf_counter()
+    dist.all_reduce(buffer)
+    _finish(buffer.device)
+    return time.perf_counter() - began
+
+
+def _slowest(device: torch.device, seconds: list[float]) -> float:
+    """The slowest rank's median; of an even number, the lower one."""
+    median = torch.tensor([sorted(seconds)[(len(seconds) - 1) // 2]], dtype=torch.float64, device=device)
     dist.all_reduce(median, op=dist.ReduceOp.MAX)
     return median.item()
 

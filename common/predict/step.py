@@ -23,6 +23,7 @@ from common.uneven.batching import split
 WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
 FORWARD = 1 / 3  # of forward and backward
 FIRST_PIECE, PIECE = 2**20, 25 * 2**20  # bytes, of DDP's buckets
+MANY = 1e9  # bytes, of which a latency is a small part
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,15 @@ def all_reduce(size: float, ranks: int, link: Link) -> float:
 def _left_over(computing: float, last: float, gradients: float, seconds_of: Callable[[float], float]) -> float:
     """Seconds until all pieces are exchanged, after the slowest rank has computed. `last` is the part of its computing
     that the last micro-batch takes, `seconds_of(bytes)` the time of an exchange."""
-    free, done, latency = 0.0, 0.0, seconds_of(0.0)
+    a_byte, latency = (seconds_of(2 * MANY) - seconds_of(MANY)) / MANY, seconds_of(0.0)
+    end, free, done = 0.0, 0.0, 0.0
     while done < gradients:
         piece = min(FIRST_PIECE if not done else PIECE, gradients - done)
         done += piece
         ready = computing * (1 - last * (1 - FORWARD) * (1 - done / gradients))
-        free = max(free, ready) + seconds_of(piece) - latency  # the next piece is sent while this one is on its way
-    return max(0.0, free + latency - computing)
+        free = max(free, ready) + piece * a_byte  # the links carry one piece after the other,
+        end = max(end, free + latency, ready + seconds_of(piece))  # while others are on their way
+    return max(0.0, end - computing)
 
 
 def ways(cluster: Cluster, sync_every: int) -> list[Way]:

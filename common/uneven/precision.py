@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.errors import RunError, UserError
 
@@ -71,7 +71,9 @@ class Precision:
         _require_summed_gradients(model, optimizers)
         for one in optimizers:
             self.scaler.unscale_(one)
-        norm = clip_grad_norm_(model.parameters(), clip_norm)
+        norm = get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+        if math.isfinite(clip_norm):  # otherwise it would multiply all gradients by 1
+            clip_grads_with_norm_(model.parameters(), clip_norm, norm)
         if self.skips and self.name != "fp16" and self._is_skipped(norm):  # fp16's scaler skips such steps itself
             return norm
         for one in optimizers:
