@@ -65,6 +65,12 @@ def test_what_the_doctor_has_measured_counts_instead_of_a_ring():
     assert [found.all_reduce(size) for size in (1e3, 1e6, 1.5e6, 3e6, 8e6)] == pytest.approx([0.5, 0.5, 0.55, 0.7, 1.2])
 
 
+def test_where_a_delay_counts_pieces_are_on_their_way_at_once():
+    long = ((4.0, 0.1), (2.0**20, 0.5), (2.0**21, 0.51), (2.0**30, 0.51 + 2.0**29 / MB * 1e-4))
+    step = predict(Cluster((1, 1), (1e9, 1e9), (0.0, 0.0), FAST, FAST, long), 2, 2 * 2.0**20, Way())
+    assert step.exchange == pytest.approx(0.5)  # two of 1 MB, half a second each
+
+
 def test_the_examples_are_printed_with_the_published_figures():
     result = run(*PREDICT, "--examples")
     assert result.code == 0
