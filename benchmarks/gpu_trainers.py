@@ -5,7 +5,8 @@
 
 `pretrain`: bert-distributed.py in bf16, compiled, BERT-base and BERT-large, rows of 128 and 512 tokens of real text:
 tokens a second by its own report, and the peak of the memory in use. `mnist`: seconds of training to 99.0 %, over ten
-seeds. `loop`: the MNIST trainer beside a bare DDP loop of the same model and batches (bare_mnist.py), steps a second.
+seeds, and those of a known record's recipe (record_mnist.py). `loop`: the MNIST trainer beside a bare DDP loop of the
+same model and batches (bare_mnist.py), steps a second.
 `--tiny` runs small versions of the first on a CPU, to see that it works.
 """
 
@@ -30,7 +31,7 @@ from benchmarks.machine import describe
 from common.launch.addresses import free_port
 
 BERT, MNIST = ROOT / "bert_ddp" / "bert-distributed.py", ROOT / "mnist_ddp" / "mnist-distributed.py"
-BARE = ROOT / "benchmarks" / "bare_mnist.py"
+BARE, RECORD = ROOT / "benchmarks" / "bare_mnist.py", ROOT / "benchmarks" / "record_mnist.py"
 ROWS = {128: 256, 512: 64}  # a step
 STEPS, FIRST_STEP = 120, 40  # of pretraining, and the first that counts: compiled, allocated, tuned
 LOOP_STEPS, LOOP_FIRST = 2_000, 50
@@ -86,7 +87,7 @@ def pretrain(folder: Path, device: str, tiny: bool) -> None:
 
 
 def mnist(folder: Path, device: str, data: Path, seeds: int) -> None:
-    """Seconds of training to 99.0 %, of each seed."""
+    """Seconds of training to 99.0 %, of each seed; and those of a known record's recipe."""
     seconds = []
     for seed in range(seeds):
         flags = ["-g", 1, "--device", device, "--data-dir", data, "--target-accuracy", 99, "--seed", seed]
@@ -94,6 +95,8 @@ def mnist(folder: Path, device: str, data: Path, seeds: int) -> None:
         seconds.append(rows_of(folder / f"seed{seed}", "eval")[-1]["training_seconds"])
     spread = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
     print(f"MNIST to 99.0 %: {statistics.mean(seconds):.2f} s of training, +- {spread:.2f} s over {seeds} seeds")
+    said, _ = run(RECORD, "--data-dir", data, "--device", device, "--seeds", seeds)
+    print(f"beside it, one epoch of the record's recipe:\n{said}", end="")
 
 
 def loop(folder: Path, device: str, data: Path) -> None:
