@@ -75,14 +75,11 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=ROOT / "data")
     args = parser.parse_args()
     require_mnist(args.data_dir)
-    train_set, test_set, _ = data.load("mnist", args.data_dir, torch.float32)
-    (images, labels), held_out = (
-        (one.images.to(args.device), one.labels.to(args.device)) for one in (train_set, test_set)
-    )
+    train_set, test_set, _ = data.load("mnist", args.data_dir, torch.float32, torch.device(args.device))
     found = []
     for seed in range(args.seeds + 1):
-        net, seconds = train(seed, images, labels)
-        found.append((seconds, accuracy(net, *held_out)))
+        net, seconds = train(seed, train_set.images, train_set.labels)
+        found.append((seconds, accuracy(net, test_set.images, test_set.labels)))
     for name, values in zip(("seconds", "accuracy, %"), zip(*found[1:], strict=True), strict=True):
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         print(f"{name}: {statistics.mean(values):.3f}, +- {spread:.3f} over {len(values)} seeds")

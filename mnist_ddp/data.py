@@ -17,6 +17,8 @@ from common.errors import RunError, UserError
 from common.uneven.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
 
+CPU = torch.device("cpu")
+
 
 class Batch(NamedTuple):
     """Images (batch, 1, side, side), normalised, and labels (batch,) of class numbers."""
@@ -26,19 +28,19 @@ class Batch(NamedTuple):
 
 
 class ImageDataset(BatchedDataset):
-    """A data set in memory."""
+    """A data set in the memory of a device: on a GPU, a batch is cut there, and a step copies no images."""
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor):
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, device: torch.device):
         """`images` uint8 (samples, side, side); `normal` (256,) holds the normalised value of each grey level."""
-        self.images = normal[images.int()].unsqueeze(1)
-        self.labels = labels.long()
+        self.images = normal[images.int()].unsqueeze(1).to(device)
+        self.labels = labels.long().to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def get_batch(self, indices: list[int]) -> Batch:
         """These images and their labels; none at all for an empty part."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
         return Batch(self.images[chosen], self.labels[chosen])
 
     @property
@@ -46,8 +48,10 @@ class ImageDataset(BatchedDataset):
         return self.images.shape[-1]
 
 
-def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, ImageDataset, str]:
-    """(training set, test set, fingerprint of both).
+def load(
+    name: str, folder: Path, dtype: torch.dtype, device: torch.device = CPU
+) -> tuple[ImageDataset, ImageDataset, str]:
+    """(training set, test set, fingerprint of both), in the memory of `device`.
 
     Downloads what is not in `folder`, one process at a time. Raises UserError for damaged files and RunError
     where the download fails.
@@ -55,8 +59,8 @@ def load(name: str, folder: Path, dtype: torch.dtype) -> tuple[ImageDataset, Ima
     parts = _digits() if name == "digits" else _from_torchvision(name, folder)
     (train_images, train_labels), (test_images, test_labels) = parts
     normal = _normalisation(train_images).to(dtype)
-    train = ImageDataset(train_images, train_labels, normal)
-    test = ImageDataset(test_images, test_labels, normal)
+    train = ImageDataset(train_images, train_labels, normal, device)
+    test = ImageDataset(test_images, test_labels, normal, device)
     return train, test, fingerprint(train_images, train_labels, test_images, test_labels)
 
 

@@ -45,7 +45,7 @@ def train(worker: Worker, args: Namespace) -> None:
         # holds what is left, and nothing is padded. One item of the loader is this rank's part of one optimizer step,
         # perhaps empty.
         with group.first_on_node(f"the data set {args.dataset}"):
-            train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype)
+            train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, precision.dtype, device)
         group.agree(**{f"--dataset {args.dataset}, fingerprint": fingerprint})
         global_batch = cli.global_batch(args, worker.world_size)
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
