@@ -8,7 +8,7 @@ two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and 
 `trace`: all steps of 3+1 ranks, against none. Seconds count from the header to the last line, so that all that a run
 does is in them, the writing of a trace too; in brackets, those of the training alone, without evaluations and
 checkpoints (digits have six steps an epoch, and a checkpoint after each), and the seconds that all processes have
-computed, which vary less. About 25 minutes on two cores.
+computed. About 25 minutes on two cores.
 """
 
 import argparse

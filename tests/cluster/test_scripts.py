@@ -186,9 +186,7 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, sl
     time.sleep(6)  # Slurm starts it after two minutes; at once, it would still revoke the job's credential
     slurm("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=10").result(30)
     wait_until(lambda: "done     6000 steps" in log.read_text(), 180)
-    wait_until(
-        lambda: state() == ""
-    )  # what draws the curves after the last line may take longer than `nothing_left` waits
+    wait_until(lambda: state() == "")  # it draws its curves after the last line
     said = log.read_text()
     assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
     assert len(losses(tmp_path / "run")) == 6000
