@@ -35,7 +35,11 @@ TRAIN = ["bert_ddp/bert-distributed.py", *LAYOUT, "--preset", "tiny", "--dropout
 TRAIN += ["--sequence-length", "64", "--global-batch", "64", "--epochs", "10", "--max-steps", "100", "--trace", "12"]
 NEAR = "80Gbit,0.03ms"  # between two processes of this machine
 FIRST_STEP = 50  # that counts: --balance auto has found its shares
-WAYS = {"equal shares": [], "--balance auto": ["--balance", "auto"], "--compress bf16": ["--compress", "bf16"]}
+WAYS = {
+    "equal shares": [],
+    "--balance auto": ["--balance", "auto", "--trace", "60"],
+    "--compress bf16": ["--compress", "bf16"],
+}
 WAYS["--sync-every 50"] = ["--sync-every", "50", "--max-steps", "300"]  # the last step of all exchanges, too
 SECONDS = 300.0
 

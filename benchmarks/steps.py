@@ -24,10 +24,17 @@ STARTS: dict[int, list[tuple[int, list[str]]]] = {7: [(4, ["10"]), (2, [])]}  # 
 
 
 def diff(step: int) -> list[str]:
-    """What changed from the step before, as unified diff without context; the docstrings left out."""
+    """What changed from the step before, without context; docstrings, and lines that are only indented otherwise, are
+    left out."""
     before, after = (path.read_text().partition('"""\n\n')[2].splitlines() for path in STEPS[step - 2 : step])
-    lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
-    return ["```diff", *("@@" if line.startswith("@@") else line for line in lines), "```"]
+    old_code, new_code = ([line.strip() for line in lines] for lines in (before, after))
+    matcher = difflib.SequenceMatcher(None, old_code, new_code)
+    lines = []
+    for tag, old, old_end, new, new_end in matcher.get_opcodes():
+        if tag != "equal":
+            removed, added = before[old:old_end], after[new:new_end]
+            lines += ["@@", *(f"-{line}" for line in removed), *(f"+{line}" for line in added)]
+    return ["```diff", *lines, "```"]
 
 
 def run(step: int, folder: Path) -> list[str]:

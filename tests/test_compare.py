@@ -42,11 +42,43 @@ def test_layouts_agree(right, tmp_path):
     assert result.output.endswith("equal     within the tolerance\n")
 
 
-def test_equal_parts_which_hide_a_mean_are_said(right, tmp_path):
-    play(MNIST, (1, 1), tmp_path, *FLAGS, *STEPS)
-    result = compare(right, tmp_path)
+HIDES = "all ranks had equal shares, which hide a mean over each rank's part: give one run --shares"
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory):
+    """The same on two nodes with one rank each."""
+    folder = tmp_path_factory.mktemp("equal")
+    play(MNIST, (1, 1), folder, *FLAGS, *STEPS, "--balance", "auto")
+    return folder
+
+
+def with_shares(run_, folder, *shares):
+    """A copy of a run whose intervals had these shares."""
+    shutil.copytree(run_, folder)
+    rows = [json.loads(line) for line in (run_ / "metrics.jsonl").read_text().splitlines()]
+    intervals = [row for row in rows if row["kind"] == "ranks"]
+    assert intervals
+    for row in intervals:
+        row["shares"] = shares
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_equal_shares_which_hide_a_mean_are_said(right, equal, tmp_path):
+    result = compare(right, with_shares(equal, tmp_path / "equal", 180, 180))
     assert result.code == 0, result.output
-    assert "all ranks had equal parts, which hide a mean over each rank's part: give one run --shares" in said(result)
+    assert HIDES in said(result)
+
+
+def test_shares_that_became_unequal_hide_nothing(right, equal, tmp_path):
+    result = compare(right, with_shares(equal, tmp_path / "balanced", 240, 120))
+    assert result.code == 0, result.output
+    assert HIDES not in said(result)
+
+
+def test_a_balanced_run_is_named_so(right, equal):
+    assert "fp64, --balance auto" in said(compare(right, equal))
 
 
 @pytest.mark.parametrize("factor, names", [

@@ -30,12 +30,14 @@ from pathlib import Path
 from mnist_ddp.exercises import learn
 learn.prepare()
 folders = {"mistakes": learn.HERE, "solutions": learn.HERE / "solutions"}
-same_noise = learn.EXERCISES[8], Path("same_noise.py")
-solution = (learn.HERE / "solutions" / f"{same_noise[0].name}.py").read_text()
-same_noise[1].write_text(solution.replace("SEED + 1_000_003 * epoch + sample", "SEED + sample"))
+exercise = learn.EXERCISES[8]
+solution = (learn.HERE / "solutions" / f"{exercise.name}.py").read_text()
 said = {name: {one.name: learn.judge(one, folder / f"{one.name}.py") for one in learn.EXERCISES}
         for name, folder in folders.items()}
-said["half"] = learn.judge(*same_noise)
+for seed in ("SEED + sample", "SEED + epoch + sample"):
+    path = Path(f"{seed}.py")
+    path.write_text(solution.replace("SEED + 1_000_003 * epoch + sample", seed))
+    said[seed] = learn.judge(exercise, path)
 Path("said.json").write_text(json.dumps(said))
 """
 
@@ -54,8 +56,9 @@ def test_each_mistake_is_found(exercise, said):
     assert SAID[exercise.name] in said["mistakes"][exercise.name]
 
 
-def test_noise_that_is_the_same_in_each_epoch_is_no_solution(said):
-    assert "an image gets the same noise in both epochs" in said["half"]
+@pytest.mark.parametrize("seed, different", [("SEED + sample", 4), ("SEED + epoch + sample", 5)])
+def test_noise_that_images_or_epochs_share_is_no_solution(seed, different, said):
+    assert f"must get 8 different noises, and get {different}" in said[seed]
 
 
 @pytest.mark.parametrize("exercise", learn.EXERCISES, ids=lambda one: one.name)
@@ -78,7 +81,8 @@ def test_it_goes_on_with_the_next_one_and_keeps_hints_and_score(tmp_path):
     assert wrong.code == 1 and "the loss of step 1 is 2.3" in wrong.output and "--hint gives a hint" in wrong.output
     assert "hint 1 of 3" in first and "hint 2 of 3" in second and first != second
     shutil.copy(folder / "solutions" / "01_mean_of_means.py", folder)
-    assert "solved: 1 of 10" in run(*start, cwd=tmp_path).output
+    solved = run(*start, cwd=tmp_path).output
+    assert "solved, 1 of 10. Each rank sums, and divides by the samples of all ranks." in solved, solved
     assert "02_forgotten_set_epoch.py, hint 1" in run(*start, "--hint", cwd=tmp_path).output
     said = run(*start, "--list", cwd=tmp_path).output
     assert "solved  01_mean_of_means  (2 hints)" in said and "1 of 10 solved" in said, said

@@ -1,12 +1,13 @@
 """python -m common.predict: the arithmetic of a step, the advice, and what a person types."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from common.predict.step import Cluster, Link, Way, advice, all_reduce, predict, ways
-from tests.harness import MNIST, play, run
+from tests.harness import MNIST, ROOT, play, run
 
 FAST, SLOW = Link(1e12, 0.0), Link(12.5e6, 1e-4)  # 100 Mbit/s
 MB = 1e6
@@ -132,3 +133,9 @@ def test_a_run_and_the_doctor_give_the_figures(tmp_path):
     result = run(*PREDICT, "--run", tmp_path / "run", "--doctor", tmp_path / "doctor.json")
     assert result.code == 0, result.output
     assert "--sync-every 50" in result.output
+
+
+def test_the_chapter_shows_what_it_prints():
+    chapter = (ROOT / "docs" / "unequal-machines.md").read_text()
+    command = re.search(r"^    python (-m common\.predict -g 8,2 .*)$", chapter, re.MULTILINE)
+    assert command and f"```\n{run('python', *command[1].split()).output}```\n" in chapter

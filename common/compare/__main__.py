@@ -57,7 +57,7 @@ def report(args: Namespace) -> int:
         last = {max(run.train) for run in (a, b)}
         ends = f", up to step {min(last)}: one of them ends there" if len(last) > 1 else ""
         say(f"equal     within the tolerance{ends}")
-        if hint := questions.what_equal_parts_hide(a, b):
+        if hint := questions.what_equal_shares_hide(a, b):
             say(hint)
         return 0
     say(questions.ask(a, b, found))
@@ -68,7 +68,8 @@ def _described(name: str, run: Run) -> str:
     start = run.start_at(max(run.train))
     how = ", no run.json: give --tolerance 1e-9 if it is in fp64"
     if start:
-        how = f", {start['layout']['source']}, {start['flags'].get('precision')}"
+        balanced = ", --balance auto" * (start["flags"].get("balance") == "auto")
+        how = f", {start['layout']['source']}, {start['flags'].get('precision')}{balanced}"
     resumed = "".join(f", resumed after step {step}" for step in run.resumes)
     return f"{name:<10}{run.path}: {count(len(run.train), 'step')}{how}{resumed}"
 

@@ -40,13 +40,12 @@ def ask(a: Run, b: Run, found: Comparison) -> str:
     return "\n".join([*lines, *_table(a, b, start)])
 
 
-def what_equal_parts_hide(a: Run, b: Run) -> str:
-    """What two runs that agree do not show, where the ranks of each had equal parts; else an empty string."""
+def what_equal_shares_hide(a: Run, b: Run) -> str:
+    """What two runs that agree do not show, where the ranks of each had equal shares; else an empty string."""
     starts = [start for run in (a, b) for start in run.starts]
-    uneven = any(len(set(start["shares"])) > 1 for start in starts)
-    if uneven or all(start["layout"]["world_size"] == 1 for start in starts):
+    if a.is_uneven or b.is_uneven or all(start["layout"]["world_size"] == 1 for start in starts):
         return ""
-    return _line("but", "all ranks had equal parts, which hide a mean over each rank's part: give one run --shares too")
+    return _line("but", "all ranks had equal shares, which hide a mean over each rank's part: give one run --shares")
 
 
 def _from_the_start(a: Run, b: Run, found: Comparison) -> list[str]:

@@ -19,6 +19,7 @@ class Run:
     path: Path  # of metrics.jsonl
     train: dict[int, Row]
     evaluations: dict[int, Row]
+    ranks: dict[int, Row]  # the shares, and each rank's times, since the row before
     starts: list[dict[str, Any]]  # of run.json; empty where there is none
     state: dict[str, Any]  # state.json of its newest checkpoint: data and flags that decide the result; may be empty
 
@@ -26,6 +27,12 @@ class Run:
     def resumes(self) -> list[int]:
         """The steps after which the run was resumed."""
         return [start["first_step"] for start in self.starts if start["first_step"]]
+
+    @property
+    def is_uneven(self) -> bool:
+        """Did any rank ever have another share than the others? --balance and --elastic change shares in mid-run."""
+        shares = [holder.get("shares") for holder in (*self.starts, *self.ranks.values())]
+        return any(share != one[0] for one in shares if isinstance(one, list) for share in one)
 
     def start_at(self, step: int) -> dict[str, Any] | None:
         """The start that has done this step, or None."""
@@ -38,14 +45,15 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: there is no such file or folder: name the --out-dir of a run, or its metrics.jsonl")
     metrics = path / "metrics.jsonl" if path.is_dir() else path
     rows = _rows(metrics)
-    by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
+    by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}
     for row in rows:
         if row.get("kind") in by_kind and isinstance(row.get("step"), int):
             by_kind[row["kind"]][row["step"]] = row
     train = {step: row for step, row in sorted(by_kind["train"].items()) if "loss" in row}
     if not train:
         raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
-    return Run(metrics, train, by_kind["eval"], _starts(metrics.parent / "run.json"), _state(metrics.parent))
+    starts, state = _starts(metrics.parent / "run.json"), _state(metrics.parent)
+    return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state)
 
 
 def _rows(metrics: Path) -> list[Row]:

@@ -110,11 +110,14 @@ def report(args: Namespace) -> None:
     if len(args.speed) > MOST_SHOWN:
         speeds = f"{min(args.speed):,.0f} to {max(args.speed):,.0f}"
     say(f"speeds     {speeds} samples a second by rank; gradients of {args.gradients / 1e6:,.1f} MB")
-    lines = ["flags                                      step       computing  waiting    exchange   times as fast"]
+    names = "step", "computing", "exchange", "other", "waiting"
+    lines = [f"{'flags':<43}{''.join(f'{name:<11}' for name in names)}times as fast"]
     for way, step in steps.items():
-        cells = [_ms(step.seconds), _ms(max(step.computing)), _ms(max(step.waiting)), _ms(step.exchange)]
+        other = step.seconds - max(step.computing) - step.exchange
+        cells = [_ms(one) for one in (step.seconds, max(step.computing), step.exchange, other, max(step.waiting))]
         lines.append(f"{way.flags:<43}{''.join(f'{cell:<11}' for cell in cells)}{equal.seconds / step.seconds:.2f}")
     say("\n".join(lines))
+    say("           step = computing of the slowest rank + exchange + other; the fastest rank waits for the slowest")
     say(f"advice     {advice(steps)}")
 
 

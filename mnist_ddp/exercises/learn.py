@@ -11,6 +11,7 @@ You edit the file that it names. Solutions are in solutions/, for when you have 
 """
 
 import argparse
+import ast
 import contextlib
 import faulthandler
 import json
@@ -32,7 +33,9 @@ import psutil
 HERE = Path(__file__).resolve().parent
 SCORE = Path("runs") / "learn.json"
 NODES = (3, 1)  # ranks of each node
-IDLE_SECONDS = 5.0  # without any work on any rank, after which they wait for one another for ever
+IDLE_SECONDS = 5.0  # in which all ranks together work for less than BUSY: they wait for one another for ever
+BUSY = 0.2  # seconds of CPU time; torch's own threads look around now and then
+LIMIT = 120.0  # seconds of a run
 SAME = 1e-9
 
 
@@ -42,7 +45,8 @@ class Played:
 
     said: list[str]  # by rank
     codes: list[int | None]  # exit codes by rank; None for one that did not end
-    waiting: dict[int, int]  # rank -> the line of the program in which it waits for ever
+    stopped_in: dict[int, int]  # rank that did not end -> the line of the program in which it was stopped
+    idle: bool  # they waited for one another; else they were stopped after LIMIT seconds
 
     @property
     def output(self) -> str:
@@ -73,7 +77,8 @@ def same_losses(alone: Played, uneven: Played) -> str | None:
         return f"one process has printed {len(expected)} losses, and 3+1 ranks {len(found)}"
     for step, (wanted, one) in enumerate(zip(expected, found, strict=True), start=1):
         if not abs(wanted - one) <= SAME:
-            return f"the loss of step {step} is {wanted:.9f} on one process, and {one:.9f} on 3+1 ranks"
+            times = f"{one / wanted:.6g} times as much" if wanted else "another one"
+            return f"the loss of step {step} is {wanted:.9f} on one process, and {one:.9f} on 3+1 ranks, {times}"
     return None
 
 
@@ -85,21 +90,28 @@ def orders_differ(alone: Played, uneven: Played) -> str | None:
 
 
 def same_losses_and_new_noise(alone: Played, uneven: Played) -> str | None:
-    if "noise of two epochs is the same: False" not in uneven.output:
-        return "an image gets the same noise in both epochs (or the line that says so is gone)"
+    noises = re.search(r"^noises of 4 images in 2 epochs: (\d+) are different$", uneven.output, re.MULTILINE)
+    if not noises:
+        return "the line that counts different noises is gone"
+    if noises[1] != "8":
+        return f"4 images in 2 epochs must get 8 different noises, and get {noises[1]}"
     return same_losses(alone, uneven)
 
 
 def each_image_once(alone: Played, uneven: Played) -> str | None:
-    wanted, found = (re.findall(r"right (\d+) of (\d+)", played.output) for played in (alone, uneven))
-    if found and wanted and found[0] == wanted[0] and found[0][1] == "359":
+    wanted, found = (re.findall(r"right \d+ of \d+", played.output) for played in (alone, uneven))
+    if found and wanted and found[0] == wanted[0] and found[0].endswith(" of 359"):
         return None
-    return f"one process says right, of: {wanted}; 3+1 ranks: {found}; there are 359 images"
+    said = " and ".join(
+        f'"{" ".join(one) or "nothing"}" on {where}' for one, where in ((wanted, "one process"), (found, "3+1 ranks"))
+    )
+    return f"it says {said}; there are 359 images (the network is not trained: few are right)"
 
 
 def one_writer(alone: Played, uneven: Played) -> str | None:
     writers = uneven.output.count("writes the checkpoint")
-    return None if writers == 1 else f"the checkpoint is written by {writers} ranks: {uneven.output.split(chr(10))[:2]}"
+    said = ", ".join(sorted(uneven.output.splitlines())[:2]) or "nothing is printed"
+    return None if writers == 1 else f"the checkpoint is written by {writers} ranks, not by one: {said}"
 
 
 def own_devices(alone: Played, uneven: Played) -> str | None:
@@ -110,7 +122,10 @@ def own_devices(alone: Played, uneven: Played) -> str | None:
 
 def same_accuracy(alone: Played, uneven: Played) -> str | None:
     wanted, found = alone.numbers("accuracy"), uneven.numbers("accuracy")
-    return None if wanted and wanted == found else f"accuracy on one process {wanted}, on 3+1 ranks {found}"
+    if wanted and wanted == found:
+        return None
+    said = [", ".join(map(str, one)) or "not printed" for one in (wanted, found)]
+    return f"the accuracy on one process is {said[0]}, and {said[1]} on 3+1 ranks"
 
 
 EXERCISES = (
@@ -153,6 +168,8 @@ EXERCISES = (
         "The generator goes on with each call. After how many calls does rank 3 draw the noise of its first image, and "
         "after how many does one process?",
         "A torch.Generator of its own for each image, with a seed that is made of ...",
+        "With SEED + epoch + sample, sample 1 of epoch 0 and sample 0 of epoch 1 share a seed. Leave room for all "
+        "samples between two epochs.",
     )),
     Exercise("10_checkpoint_without_the_optimizer", same_losses, (
         "The first two losses are right, and the third. Why is the third right?",
@@ -196,12 +213,7 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
                 process = context.Process(target=_be, args=(script, environ, logs[rank]))
                 process.start()
                 processes.append(process)
-        used, since = 0.0, time.monotonic()
-        while any(one.is_alive() for one in processes) and time.monotonic() - since < IDLE_SECONDS:
-            time.sleep(0.1)
-            now = sum((_seconds_of_work(one.pid) for one in processes), start=0.0)
-            if abs(now - used) > 0.02:
-                used, since = now, time.monotonic()
+        idle = _idle_before_they_end(processes)
         codes = [one.exitcode for one in processes]
         for one in processes:
             if one.is_alive() and one.pid:
@@ -214,16 +226,26 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
         stacks = {
             rank: re.findall(rf'File "{re.escape(str(script))}", line (\d+)', said[rank]) for rank in range(len(said))
         }
-        waiting = {rank: int(lines[0]) for rank, lines in stacks.items() if codes[rank] is None and lines}
-        return Played(said, codes, waiting)
+        stopped_in = {rank: int(lines[0]) for rank, lines in stacks.items() if codes[rank] is None and lines}
+        return Played(said, codes, stopped_in, idle)
 
 
-def _seconds_of_work(pid: int) -> float:
-    """The CPU time of a process; 0 once it has ended."""
-    with contextlib.suppress(psutil.Error):
-        times = psutil.Process(pid).cpu_times()
-        return times.user + times.system
-    return 0.0
+def _idle_before_they_end(processes: list) -> bool:
+    """Wait until all have ended, or LIMIT is over: False. True as soon as none of them does anything any more."""
+    ends = time.monotonic() + LIMIT
+    used: dict[int, float] = {}  # pid -> CPU time; that of a process that has ended stays
+    before, since = 0.0, time.monotonic()
+    while any(one.is_alive() for one in processes) and time.monotonic() < ends:
+        time.sleep(0.1)
+        for one in processes:
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(one.pid).cpu_times()
+                used[one.pid] = max(used.get(one.pid, 0.0), times.user + times.system)
+        if time.monotonic() - since > IDLE_SECONDS:
+            if sum(used.values()) - before < BUSY:
+                return True
+            before, since = sum(used.values()), time.monotonic()
+    return False
 
 
 def _be(script: Path, environ: dict[str, object], log: Path) -> None:
@@ -249,8 +271,9 @@ def judge(exercise: Exercise, script: Path) -> str | None:
             last = played.said[failed[0]].strip().splitlines()[-1:] or ["nothing"]
             return f"on {name}, rank {failed[0]} has failed. It says: {last[0]}"
         if None in played.codes:
-            places = (f"rank {rank} in line {line}" for rank, line in played.waiting.items())
-            return f"on {name}, ranks wait for ever: {', '.join(places)}"
+            places = ", ".join(f"rank {rank} in line {line}" for rank, line in played.stopped_in.items())
+            found = "ranks wait for ever" if played.idle else f"ranks have not ended after {LIMIT:.0f} seconds"
+            return f"on {name}, {found}: {places}"
     return exercise.check(alone, uneven)
 
 
@@ -292,14 +315,19 @@ def main() -> int:
         write_score(score)
         print(f"{path}, hint {given} of {len(exercise.hints)}: {exercise.hints[given - 1]}")
         return 0
+    print(f"{path}: it runs on one process, then on 3+1 ranks, for ten to thirty seconds", flush=True)
     prepare()
     problem = judge(exercise, exercise.path)
     if problem:
-        print(f"{path}\n    {problem}.\nMend the file and run this again; --hint gives a hint.")
+        print(f"    {problem}.\nMend the file and run this again; --hint gives a hint.")
         return 1
     score["solved"] = sorted({*score["solved"], exercise.name})
     write_score(score)
-    print(f"{path} is solved: {len(score['solved'])} of {len(EXERCISES)}. A solution is in {HERE.name}/solutions, too.")
+    solution = HERE / "solutions" / path.name
+    why = " ".join((ast.get_docstring(ast.parse(solution.read_text())) or "").split())
+    print(
+        f"    solved, {len(score['solved'])} of {len(EXERCISES)}. {why}\nA solution is in {HERE.name}/solutions, too."
+    )
     return 0
 
 

@@ -29,9 +29,9 @@ for epoch in range(EPOCHS):
         mine = batch.tensor_split(ranks)[rank]
         loss = cross_entropy(model(images[mine]), labels[mine])
         loss.backward()  # DDP averages the gradients over the ranks
+        dist.all_reduce(loss := loss.detach() / ranks)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss := loss.detach() / ranks)
         step += 1
         if rank == 0:
             print(f"step {step} loss {loss.item():.16f}")

@@ -30,9 +30,9 @@ for epoch in range(EPOCHS):
         mine = batch.split(SHARES)[rank]
         loss = cross_entropy(model(images[mine]), labels[mine])
         loss.backward()  # DDP averages the gradients over the ranks
+        dist.all_reduce(loss := loss.detach() / ranks)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss := loss.detach() / ranks)
         step += 1
         if rank == 0:
             print(f"step {step} loss {loss.item():.16f}")

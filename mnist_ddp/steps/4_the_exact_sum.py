@@ -32,9 +32,9 @@ for epoch in range(EPOCHS):
         mine = batch[first:end]
         loss = cross_entropy(model(images[mine]), labels[mine], reduction="sum") / len(batch)
         (loss * ranks).backward()  # DDP averages over the ranks: with the factor, this is the sum over them
+        dist.all_reduce(loss := loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss := loss.detach())
         step += 1
         if rank == 0:
             print(f"step {step} loss {loss.item():.16f}")

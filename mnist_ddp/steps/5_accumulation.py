@@ -32,15 +32,15 @@ for epoch in range(EPOCHS):
     for batch in order.split(GLOBAL_BATCH):
         first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
         mine = batch[first:end]
-        loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # of an empty part: one, empty
+        loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
         for number, micro in enumerate(micros, start=1):
             with nullcontext() if number == len(micros) else model.no_sync():  # one exchange a step, in the last
                 micro_loss = cross_entropy(model(images[micro]), labels[micro], reduction="sum") / len(batch)
                 (micro_loss * ranks).backward()  # DDP averages over the ranks: with the factor, this is the sum
             loss += micro_loss.detach()
+        dist.all_reduce(loss)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss)
         step += 1
         if rank == 0:
             print(f"step {step} loss {loss.item():.16f}")

@@ -29,16 +29,16 @@ for epoch in range(EPOCHS):
     for batch in order.split(GLOBAL_BATCH):
         first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
         mine = batch[first:end]
-        loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # of an empty part: one, empty
+        loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
         for micro in micros:
             micro_loss = cross_entropy(net(images[micro]), labels[micro], reduction="sum") / len(batch)
             micro_loss.backward()
             loss += micro_loss.detach()
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)  # the sum over the ranks; DDP does it while the backward still runs
+        dist.all_reduce(loss)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss)
         step += 1
         if rank == 0:
             print(f"step {step} loss {loss.item():.16f}")

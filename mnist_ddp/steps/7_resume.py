@@ -38,7 +38,7 @@ while step < last_step:
     batch = order.split(GLOBAL_BATCH)[number]
     first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
     mine = batch[first:end]
-    loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # of an empty part: one, empty
+    loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
     for micro in micros:
         micro_loss = cross_entropy(net(images[micro]), labels[micro], reduction="sum") / len(batch)
         micro_loss.backward()

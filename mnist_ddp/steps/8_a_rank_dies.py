@@ -57,13 +57,13 @@ steps_per_epoch = -(-len(labels) // GLOBAL_BATCH)
 generation, members = 0, list(range(started))
 rank, ranks, step = join(generation, members, step=0)
 while step < EPOCHS * steps_per_epoch:
-    shares = SHARES[:ranks]  # on fewer ranks, the first ones
+    shares = [SHARES[member] for member in members]  # of a batch, in proportion: those that are left take it all
     epoch, number = divmod(step, steps_per_epoch)  # the number of the step says which samples are next
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
     batch = order.split(GLOBAL_BATCH)[number]
     first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
     mine = batch[first:end]
-    loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # of an empty part: one, empty
+    loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
     for micro in micros:
         micro_loss = cross_entropy(net(images[micro]), labels[micro], reduction="sum") / len(batch)
         micro_loss.backward()
