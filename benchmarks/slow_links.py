@@ -36,7 +36,12 @@ WAYS = {
     "powersgd:4": ["--compress", "powersgd:4"],
     "every 50": ["--sync-every", "50"],
     "every 100": ["--sync-every", "100"],
+    "every 50, bf16": ["--sync-every", "50", "--compress", "bf16"],
+    "every 25, bf16": ["--sync-every", "25", "--compress", "bf16"],
 }
+DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16"]
+# AdamW on each of two nodes sees half of the batch, whose noise is 1.41 times as large.
+LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
 FIRST_STEP = 20
 ADDRESSES = {"uneven-va": "10.77.0.1", "tund0": "10.78.0.1"}  # of nodea
 
@@ -140,6 +145,9 @@ def show_loss(flags: list[str]) -> None:
     exact = 0.0
     nesterov = ["--outer-lr", "0.7", "--outer-momentum", "0.9"]
     others = {f"{way}, Nesterov": [*WAYS[way], *nesterov] for way in ("every 50", "every 100")}
+    others |= {f"{way}, lr and clipping x 1.41": [*WAYS[way], *LARGER] for way in WAYS if way.startswith("every")}
+    others["every 5, lr and clipping x 1.41"] = ["--sync-every", "5", *LARGER]
+    others["exact, lr and clipping x 1.41"] = LARGER
     with hosts() as interface:
         for way, more in {**WAYS, **others}.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +171,7 @@ def main() -> None:
         ways = ["exact", "bf16", "powersgd:4", "every 50"]
         show_speed([*flags, "--global-batch", "64"], args.repeat, ways, 120, rate="100mbit")
     if "delay" in only:
-        show_speed([*flags, "--global-batch", "64"], args.repeat, ["exact", "every 50"], 220, delay_ms=20)
+        show_speed([*flags, "--global-batch", "64"], args.repeat, DELAYED, 220, delay_ms=20)
     if "loss" in only:
         show_loss(corpus)
     print(f"\nMedian of {args.repeat}. {describe()}")

@@ -104,7 +104,7 @@ def test_compression_may_change_when_a_run_is_resumed(tmp_path):
      "give a rank of at most 38"),
     (["--compress", "powersgd:0"], "'powersgd:0' is not allowed: give off, bf16, or powersgd:R with a rank R of 1"),
     (["--compress", "fp16"], "'fp16' is not allowed: give off, bf16, or powersgd:R"),
-    (["--compress", "bf16", "--sync-every", 5], "the nodes exchange no gradients then"),
+    (["--compress", "powersgd", "--sync-every", 5], "the nodes exchange no gradients then: use --compress bf16"),
     (["--compress", "powersgd", "--precision", "fp16"], "a step whose gradients overflow"),
     (["--compress", "powersgd", "--balance", "auto"], "its exchanges are a part of backward"),
     (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
@@ -134,6 +134,16 @@ def test_between_outer_steps_the_nodes_differ_and_at_the_end_they_are_the_same(c
     assert found[0] == pytest.approx(exact[0], rel=1e-6)
     assert abs(found[2] - exact[2]) > 1e-4 * exact[2]
     assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.3)
+
+
+def test_the_nodes_changes_may_be_rounded(checked, tmp_path):
+    for way in ("off", "bf16"):
+        flags = (*DIGITS, "--epochs", 4, "--sync-every", 5, "--compress", way)
+        said = play(checked, (2, 1), tmp_path / way, *flags)[0].output
+    assert "average their changes every 5 steps, rounded to bf16, so the result depends" in said
+    exact, rounded = losses(tmp_path / "off"), losses(tmp_path / "bf16")
+    assert rounded[:5] == exact[:5] and rounded[5:] != exact[5:]
+    assert rounded == pytest.approx(exact, rel=0.05)
 
 
 def test_the_outer_step_is_nesterovs(sgd, tmp_path):

@@ -332,12 +332,12 @@ def _check_links(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
             )
-        if args.sync_every:
-            raise UserError(
-                f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients "
-                "then: leave one out"
-            )
         if args.compress.startswith("powersgd"):
+            if args.sync_every:
+                raise UserError(
+                    f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients "
+                    "then: use --compress bf16, which rounds their changes"
+                )
             _check_powersgd(args)
     if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
         other = "--sync-every" if args.sync_every else f"--compress {args.compress}"

@@ -108,7 +108,7 @@ def wrap(
     numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch
     of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are
     refused: for a loss over the global batch. `compress` says how gradients are summed (compression.py). With `nodes`
-    they are summed over the ranks of a node only (node_steps.py).
+    they are summed over the ranks of a node only, and `compress` is for the nodes' changes (node_steps.py).
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
@@ -124,9 +124,10 @@ def wrap(
         )
     apart = nodes if nodes and nodes.is_on else None
     if apart:
-        if compress != "off":
+        if compress not in ("off", "bf16"):
             raise UserError(
-                "wrap(..., compress=...) has no effect with NodeSteps that are on: leave one out",
+                f"wrap(..., compress={compress!r}) with NodeSteps that are on: nodes exchange changes of weights, not "
+                "gradients: give off or bf16",
                 same_on_every_rank=True,
             )
         if whole_parts or needs_whole_parts(net):
@@ -135,7 +136,7 @@ def wrap(
                 "every rank in every step: leave it out",
                 same_on_every_rank=True,
             )
-        apart.start()
+        apart.start(compress)
     # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}

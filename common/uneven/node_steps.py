@@ -65,6 +65,7 @@ class NodeSteps:
         self.anchor = torch.nn.Parameter(self._weights())
         setattr(self.anchor, IS_SUMMED, True)
         self.outer = torch.optim.SGD([self.anchor], lr, momentum, nesterov=momentum > 0)
+        self.sent_as = self.anchor.dtype  # between nodes
         self.step = 0
         self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one
 
@@ -81,8 +82,12 @@ class NodeSteps:
         self.outer.load_state_dict(state["outer"])
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Give every rank the weights of rank 0. Every rank must call this."""
+    def start(self, compress: str = "off") -> None:
+        """Give every rank the weights of rank 0. Every rank must call this.
+
+        With `compress` bf16, the nodes' changes are sent with 8 significant bits.
+        """
+        self.sent_as = torch.bfloat16 if compress == "bf16" else self.anchor.dtype
         for tensor in (*self.net.parameters(), *self.net.buffers()):
             dist.broadcast(tensor, src=0)
         self.anchor.copy_(self._weights())
@@ -123,7 +128,8 @@ class NodeSteps:
     def _outer_step(self) -> None:
         change = (self.anchor - self._weights()) * (self.node_samples / self.samples)
         if dist.get_rank() == self.ranks[0]:
-            dist.all_reduce(change, group=self.leaders)
+            dist.all_reduce(sent := change.to(self.sent_as), group=self.leaders)
+            change.copy_(sent)
         dist.broadcast(change, src=self.ranks[0], group=self.group)
         self.anchor.grad = change
         self.outer.step()
