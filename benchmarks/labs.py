@@ -37,7 +37,7 @@ NEAR = "80Gbit,0.03ms"  # between two processes of this machine
 FIRST_STEP = 50  # that counts: --balance auto has found its shares
 WAYS = {
     "equal shares": [],
-    "--balance auto": ["--balance", "auto", "--trace", "60"],
+    "--balance auto": ["--balance", "auto", "--trace", "50"],
     "--compress bf16": ["--compress", "bf16"],
 }
 WAYS["--sync-every 50"] = ["--sync-every", "50", "--max-steps", "300"]  # the last step of all exchanges, too
@@ -91,16 +91,16 @@ def table(rows: list[tuple[str, float, float]]) -> list[str]:
     return lines
 
 
-def compare(played: list[str], expected: dict[str, float], ways: list[str], turns: int, picture: Path) -> list[str]:
-    """A row for each way. The picture is the trace of the first one."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
+def compare(played: list[str], expected: dict[str, float], pictures: dict[str, str], turns: int) -> list[str]:
+    """A row for each way of `pictures`, which gives the name of the picture of its trace in docs/, or an empty one."""
+    found: dict[str, list[float]] = {way: [] for way in pictures}
     with tempfile.TemporaryDirectory() as place:
         for turn in range(turns):
-            for way in ways:
+            for way, picture in pictures.items():
                 found[way].append(run(Path(place) / "run", played, WAYS[way]))
-                if not turn and way == ways[0]:
-                    shutil.copy(Path(place) / "run" / "trace.png", picture)
-    return table([(way, expected[way], statistics.median(found[way])) for way in ways])
+                if picture and not turn:
+                    shutil.copy(Path(place) / "run" / "trace.png", ROOT / "docs" / picture)
+    return table([(way, expected[way], statistics.median(times)) for way, times in found.items()])
 
 
 def killed(even: Path, turns: int) -> list[str]:
@@ -144,13 +144,16 @@ def main() -> None:
         print(f"two ranks, nothing in the way: {run(even, [], []):.1f} ms a step", flush=True)
         shutil.copy(even / "trace.png", ROOT / "docs" / "lab-even.png")
         if "slow" in args.only:
-            ways, slow = ["equal shares", "--balance auto"], ["--slow", "1=0.25"]
-            expected = predicted(even, "--link", NEAR, *slow)
-            found["slow"] = compare(slow, expected, ways, args.turns, ROOT / "docs" / "lab-slow.png")
+            slow, pictures = (
+                ["--slow", "1=0.25"],
+                {"equal shares": "lab-slow.png", "--balance auto": "lab-balanced.png"},
+            )
+            found["slow"] = compare(slow, predicted(even, "--link", NEAR, *slow), pictures, args.turns)
         if "link" in args.only:
-            ways, link = ["equal shares", "--compress bf16", "--sync-every 50"], ["--link", "100Mbit,20ms"]
+            link = ["--link", "100Mbit,20ms"]
             expected = predicted(even, "--doctor", examined(Path(place) / "doctor.json", link))
-            found["link"] = compare(link, expected, ways, args.turns, ROOT / "docs" / "lab-link.png")
+            pictures = {"equal shares": "lab-link.png", "--compress bf16": "", "--sync-every 50": ""}
+            found["link"] = compare(link, expected, pictures, args.turns)
         if "killed" in args.only:
             found["killed"] = killed(even, args.turns)
     for name, lines in found.items():

@@ -20,18 +20,22 @@ from benchmarks.faults import put_table
 from benchmarks.machine import describe
 
 STEPS = sorted((ROOT / "mnist_ddp" / "steps").glob("[1-8]_*.py"))
+SHORT = 4  # lines
 STARTS: dict[int, list[tuple[int, list[str]]]] = {7: [(4, ["10"]), (2, [])]}  # step -> (ranks, arguments) of each start
 
 
 def diff(step: int) -> list[str]:
-    """What changed from the step before, without context; docstrings, and lines that are only indented otherwise, are
-    left out."""
+    """What changed from the step before, without context. Docstrings are left out, and so are blocks of lines that are
+    only indented otherwise; a short one is shown, or one could not see what a new `if` is about."""
     before, after = (path.read_text().partition('"""\n\n')[2].splitlines() for path in STEPS[step - 2 : step])
     old_code, new_code = ([line.strip() for line in lines] for lines in (before, after))
     matcher = difflib.SequenceMatcher(None, old_code, new_code)
     lines = []
     for tag, old, old_end, new, new_end in matcher.get_opcodes():
-        if tag != "equal":
+        if tag == "equal":
+            moved = [after[line] for line in range(new, new_end) if before[old + line - new] != after[line]]
+            lines += [f" {line}" for line in moved] if len(moved) <= SHORT else []
+        else:
             removed, added = before[old:old_end], after[new:new_end]
             lines += ["@@", *(f"-{line}" for line in removed), *(f"+{line}" for line in added)]
     return ["```diff", *lines, "```"]

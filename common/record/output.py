@@ -1,7 +1,6 @@
 """What rank 0 prints and writes about a run: the header, metrics.jsonl, run.json, the summary, curves.png."""
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from common.uneven.batching import BatchPlan
 
 # of a step's time: its name in "ranks" rows -> in the summary
 TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
-MEDIAN_OF = 1000  # intervals, of a second or more
+INTERVALS = 1000  # the last ones, of a second or more; the later half of them tells how long a step takes
 SAID_AGAIN = 0.1  # a share that has changed by this part of the global batch is worth a line
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
@@ -55,7 +54,7 @@ class Output:
         self.first_step = self.last_step = first_step
         self.samples, self.said_shares, self.shares_written = 0, plan.shares, first_step
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
-        self.step_seconds: deque[float] = deque(maxlen=MEDIAN_OF)  # the mean of each interval
+        self.intervals: deque[tuple[float, int]] = deque(maxlen=INTERVALS)  # seconds and steps
         layout = group.worker.layout
         self.say = _say_nothing if is_copy else say
         self.terminal = Terminal(first_step, total_steps, is_silent=is_copy)
@@ -99,7 +98,7 @@ class Output:
         samples = sum(self.plan.global_count(one.step - 1) for one in done)
         seconds = clock.lap()
         rate = samples / seconds
-        self.step_seconds.append(seconds / len(done))
+        self.intervals.append((seconds, len(done)))
         self.samples += samples
         self.last_step = done[-1].step
         stops = self.options.flags.get("on_nan") != "skip"
@@ -162,9 +161,9 @@ class Output:
         found = f": {wording.measures(last_eval)}" if last_eval else ""
         self.say(f"done     {step} steps{found}", rank=0)
         since = f" since step {self.first_step} ({total:.1f} s over all runs)" if self.first_step else ""
-        pace = (
-            f"{statistics.median(self.step_seconds) * 1e3:,.1f} ms a step (median), {rate:,.0f} {self.options.unit}/s"
-        )
+        later = [*self.intervals][len(self.intervals) // 2 :]  # the first steps are slower
+        step_ms = sum(took for took, _ in later) / sum(steps for _, steps in later) * 1e3
+        pace = f"{rate:,.0f} {self.options.unit}/s, {step_ms:,.1f} ms a step in the later half"
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
         self.say(f"time     {seconds:.1f} s of training{since}, {pace}; mean over ranks: {parts}", rank=0)
         try:

@@ -1,4 +1,5 @@
-"""Exercise 1. The losses differ from those of one process. Where, and by how much does a sample of rank 3 count?"""
+"""Exercise 1. The losses differ from those of one process: the one that is trained on, and so does the one that is
+printed. How often does a sample of rank 3 count, and how often should it?"""
 
 import torch.distributed as dist
 from shared import GLOBAL_BATCH, digits, network, order, part

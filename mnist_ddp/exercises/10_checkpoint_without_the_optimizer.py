@@ -1,5 +1,5 @@
-"""Exercise 10. The run is interrupted after two steps and goes on from its checkpoint, but the losses jump. What else
-does the next step need?"""
+"""Exercise 10. The run is interrupted after two steps and goes on from its checkpoint, but the losses differ from step
+4 on. (That of step 3 is computed before the first update of the second part.) What else does the next step need?"""
 
 import torch
 import torch.distributed as dist

@@ -5,9 +5,10 @@
     learn.py --hint         # a hint for it; again: the next hint
     learn.py --number 4     # another one
     learn.py --list         # the score
+    learn.py --restart      # forget the score
 
 You edit the file that it names. Solutions are in solutions/, for when you have found yours, or have had enough.
-`git checkout mnist_ddp/exercises` brings the mistakes back.
+`git checkout mnist_ddp/exercises` brings the mistakes back, and --restart begins with the first one again.
 """
 
 import argparse
@@ -141,7 +142,8 @@ EXERCISES = (
     )),
     Exercise("03_forward_outside_no_sync", same_losses, (
         "Ranks 0 to 2 have three micro-batches, rank 3 has one. How many exchanges does each of them take part in?",
-        "What does the documentation of DistributedDataParallel.no_sync() say about the forward?",
+        "A forward prepares the exchange of the backward that follows, or prepares none; the second forward of all "
+        "also agrees with the other ranks on the order of gradients. Which of the two lines is inside of no_sync()?",
     )),
     Exercise("04_padding_in_evaluation", each_image_once, (
         "359 is not a multiple of 4. What does DistributedSampler do with the rest (drop_last=False)?",
@@ -297,7 +299,10 @@ def main() -> int:
     parser.add_argument("--hint", action="store_true", help="a hint for the next exercise; again: the next hint")
     parser.add_argument("--number", type=int, choices=range(1, len(EXERCISES) + 1), help="this exercise")
     parser.add_argument("--list", action="store_true", help="which are solved")
+    parser.add_argument("--restart", action="store_true", help="forget which are solved")
     args = parser.parse_args()
+    if args.restart:
+        SCORE.unlink(missing_ok=True)
     score = read_score()
     open_ones = [one for one in EXERCISES if one.name not in score["solved"]]
     if args.list or not (open_ones or args.number):
@@ -306,6 +311,8 @@ def main() -> int:
             state = "solved" if one.name in score["solved"] else "open"
             print(f"{state:8}{one.name}" + f"  ({hints} hint{'s' * (hints > 1)})" * bool(hints))
         print(f"{len(EXERCISES) - len(open_ones)} of {len(EXERCISES)} solved")
+        if not open_ones:
+            print("Go on with docs/labs.md. --number 4 runs one again; --restart begins with the first one.")
         return 0
     exercise = EXERCISES[args.number - 1] if args.number else open_ones[0]
     path = exercise.path.relative_to(Path.cwd()) if exercise.path.is_relative_to(Path.cwd()) else exercise.path
@@ -315,7 +322,7 @@ def main() -> int:
         write_score(score)
         print(f"{path}, hint {given} of {len(exercise.hints)}: {exercise.hints[given - 1]}")
         return 0
-    print(f"{path}: it runs on one process, then on 3+1 ranks, for ten to thirty seconds", flush=True)
+    print(f"{path}: it runs on one process, then on 3+1 ranks, for some ten seconds", flush=True)
     prepare()
     problem = judge(exercise, exercise.path)
     if problem:

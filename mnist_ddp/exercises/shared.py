@@ -28,5 +28,5 @@ def order(epoch: int) -> torch.Tensor:
 def part(batch: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """The samples of a batch that this rank trains on; with one rank, all of them."""
     shares = SHARES[:ranks]
-    first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
-    return batch[first:end]
+    ends = [len(batch) * sum(shares[:upto]) // sum(shares) for upto in range(ranks + 1)]
+    return batch[ends[rank] : ends[rank + 1]]

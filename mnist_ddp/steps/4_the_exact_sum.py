@@ -28,8 +28,8 @@ step = 0
 for epoch in range(EPOCHS):
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
     for batch in order.split(GLOBAL_BATCH):
-        first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
-        mine = batch[first:end]
+        ends = [len(batch) * sum(shares[:upto]) // sum(shares) for upto in range(ranks + 1)]
+        mine = batch[ends[rank] : ends[rank + 1]]
         loss = cross_entropy(model(images[mine]), labels[mine], reduction="sum") / len(batch)
         (loss * ranks).backward()  # DDP averages over the ranks: with the factor, this is the sum over them
         dist.all_reduce(loss := loss.detach())

@@ -30,8 +30,8 @@ step = 0
 for epoch in range(EPOCHS):
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
     for batch in order.split(GLOBAL_BATCH):
-        first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
-        mine = batch[first:end]
+        ends = [len(batch) * sum(shares[:upto]) // sum(shares) for upto in range(ranks + 1)]
+        mine = batch[ends[rank] : ends[rank + 1]]
         loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
         for number, micro in enumerate(micros, start=1):
             with nullcontext() if number == len(micros) else model.no_sync():  # one exchange a step, in the last

@@ -36,8 +36,8 @@ while step < last_step:
     epoch, number = divmod(step, steps_per_epoch)  # the number of the step says which samples are next
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
     batch = order.split(GLOBAL_BATCH)[number]
-    first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
-    mine = batch[first:end]
+    ends = [len(batch) * sum(shares[:upto]) // sum(shares) for upto in range(ranks + 1)]
+    mine = batch[ends[rank] : ends[rank + 1]]
     loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
     for micro in micros:
         micro_loss = cross_entropy(net(images[micro]), labels[micro], reduction="sum") / len(batch)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 GLOBAL_BATCH, EPOCHS, SEED = 256, 3, 0
 MICRO_BATCH = 32  # samples in one forward
 SHARES = [80, 80, 80, 16]  # rank 3 is the old GPU of the second node
-TIMEOUT = timedelta(seconds=10)  # of an exchange. The neighbours of a dead rank notice at once, the others then
+TIMEOUT = timedelta(seconds=10)  # of an exchange: ranks that are no neighbours of a dead one notice it then
 
 store, me, started = next(dist.rendezvous("env://"))  # the store of torchrun, where all ranks meet
 digits = load_digits()
@@ -61,8 +61,8 @@ while step < EPOCHS * steps_per_epoch:
     epoch, number = divmod(step, steps_per_epoch)  # the number of the step says which samples are next
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
     batch = order.split(GLOBAL_BATCH)[number]
-    first, end = (len(batch) * sum(shares[:upto]) // sum(shares) for upto in (rank, rank + 1))
-    mine = batch[first:end]
+    ends = [len(batch) * sum(shares[:upto]) // sum(shares) for upto in range(ranks + 1)]
+    mine = batch[ends[rank] : ends[rank + 1]]
     loss, micros = torch.zeros((), dtype=torch.float64), mine.split(MICRO_BATCH)  # at least one, maybe empty
     for micro in micros:
         micro_loss = cross_entropy(net(images[micro]), labels[micro], reduction="sum") / len(batch)
@@ -75,7 +75,7 @@ while step < EPOCHS * steps_per_epoch:
             dist.all_reduce(parameter.grad)  # the sum over the ranks; DDP does it while the backward still runs
         dist.all_reduce(loss)
     except RuntimeError:  # a connection is closed
-        dist.destroy_process_group()  # and so are those of this rank, for the others to notice
+        dist.destroy_process_group()  # `join` makes another one
         generation, members = generation + 1, survivors(generation, members)
         print(f"rank {me}: after step {step} go on with ranks {members}", flush=True)
         rank, ranks, step = join(generation, members, step)

@@ -1,4 +1,5 @@
-"""Each rank sums, and divides by the samples of all ranks. DDP divides by the number of ranks, so that is undone."""
+"""Each rank sums, and divides by the samples of all ranks. DDP divides by the number of ranks, so that is undone. A
+sample of rank 3 was divided by 16 and by 4, so by 64 in place of 256: it counted four times."""
 
 import torch.distributed as dist
 from shared import GLOBAL_BATCH, digits, network, order, part
