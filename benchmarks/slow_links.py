@@ -145,8 +145,9 @@ def show_loss(flags: list[str]) -> None:
     exact = 0.0
     nesterov = ["--outer-lr", "0.7", "--outer-momentum", "0.9"]
     others = {f"{way}, Nesterov": [*WAYS[way], *nesterov] for way in ("every 50", "every 100")}
-    others |= {f"{way}, lr and clipping x 1.41": [*WAYS[way], *LARGER] for way in WAYS if way.startswith("every")}
-    others["every 5, lr and clipping x 1.41"] = ["--sync-every", "5", *LARGER]
+    for steps in ("5", "13", "25", "50"):
+        others[f"every {steps}"] = ["--sync-every", steps]
+        others[f"every {steps}, lr and clipping x 1.41"] = ["--sync-every", steps, *LARGER]
     others["exact, lr and clipping x 1.41"] = LARGER
     with hosts() as interface:
         for way, more in {**WAYS, **others}.items():
