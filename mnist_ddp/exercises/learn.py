@@ -333,7 +333,7 @@ def main() -> int:
     solution = HERE / "solutions" / path.name
     why = " ".join((ast.get_docstring(ast.parse(solution.read_text())) or "").split())
     print(
-        f"    solved, {len(score['solved'])} of {len(EXERCISES)}. {why}\nA solution is in {HERE.name}/solutions, too."
+        f"    solved, {len(score['solved'])} of {len(EXERCISES)}. {why}\nA solution is in {path.parent}/solutions, too."
     )
     return 0
 
