@@ -144,10 +144,8 @@ def main() -> None:
         print(f"two ranks, nothing in the way: {run(even, [], []):.1f} ms a step", flush=True)
         shutil.copy(even / "trace.png", ROOT / "docs" / "lab-even.png")
         if "slow" in args.only:
-            slow, pictures = (
-                ["--slow", "1=0.25"],
-                {"equal shares": "lab-slow.png", "--balance auto": "lab-balanced.png"},
-            )
+            slow = ["--slow", "1=0.25"]
+            pictures = {"equal shares": "lab-slow.png", "--balance auto": "lab-balanced.png"}
             found["slow"] = compare(slow, predicted(even, "--link", NEAR, *slow), pictures, args.turns)
         if "link" in args.only:
             link = ["--link", "100Mbit,20ms"]

@@ -40,7 +40,7 @@ WAYS = {
     "every 25, bf16": ["--sync-every", "25", "--compress", "bf16"],
 }
 DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16"]
-# AdamW on each of two nodes sees half of the batch, whose noise is 1.41 times as large.
+# A guess: AdamW on each of two nodes sees half of the batch, with 1.41 times the noise, and might want larger steps.
 LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
 FIRST_STEP = 20
 ADDRESSES = {"uneven-va": "10.77.0.1", "tund0": "10.78.0.1"}  # of nodea

@@ -39,7 +39,9 @@ def test_it_plays_the_doctor_whose_tables_come_out_whole(tmp_path):
     assert re.search(r"^64 MB +[\d.]+ ms +[\d.]+ GB/s$", by_node[0], re.M)
     assert "the tables are on node 0" in by_node[1]
     # Where others use the cores, the doctor finds one rank slower than another, and is right to say so.
-    assert all(re.search(r"^fit to train(: nothing found|, with warnings)$", text, re.M) for text in by_node.values())
+    assert all(
+        re.search(r"^fit to train(: nothing found|, with warnings)$", text, re.M) for text in by_node.values()
+    ), result.output
     assert "advice   for BERT-base" in by_node[0] and "advice" not in by_node[1]
 
 

@@ -146,6 +146,12 @@ def test_the_nodes_changes_may_be_rounded(checked, tmp_path):
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
+def test_one_node_rounds_nothing(tmp_path):
+    for way in ("off", "bf16"):
+        play(MNIST, (2,), tmp_path / way, *DIGITS, "--max-steps", 12, "--sync-every", 5, "--compress", way)
+    assert losses(tmp_path / "bf16") == losses(tmp_path / "off")
+
+
 def test_the_outer_step_is_nesterovs(sgd, tmp_path):
     """With H = 1 and plain SGD within, the outer step is a step of SGD with Nesterov momentum."""
     nesterov = altered(

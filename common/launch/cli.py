@@ -187,7 +187,8 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
         type=values.compression,
         default="off",
         metavar="bf16|powersgd:R",
-        help="exchange gradients rounded, or as products of matrices of rank R; changes the result a little",
+        help="exchange gradients (with --sync-every, changes of weights) rounded, or gradients as products of matrices "
+        "of rank R; changes the result a little",
     )
     group.add_argument(
         "--sync-every",
@@ -333,11 +334,6 @@ def _check_links(args: argparse.Namespace) -> None:
                 f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
             )
         if args.compress.startswith("powersgd"):
-            if args.sync_every:
-                raise UserError(
-                    f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients "
-                    "then: use --compress bf16, which rounds their changes"
-                )
             _check_powersgd(args)
     if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
         other = "--sync-every" if args.sync_every else f"--compress {args.compress}"
@@ -350,6 +346,11 @@ def _check_links(args: argparse.Namespace) -> None:
 
 
 def _check_powersgd(args: argparse.Namespace) -> None:
+    if args.sync_every:
+        raise UserError(
+            f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients then: "
+            "use --compress bf16, which rounds their changes"
+        )
     if args.precision == "fp16":
         raise UserError(
             f"--compress {args.compress} with --precision fp16: a step whose gradients overflow, as in fp16 some "

@@ -117,7 +117,9 @@ def report(args: Namespace) -> None:
         cells = [_ms(one) for one in (step.seconds, max(step.computing), step.exchange, other, max(step.waiting))]
         lines.append(f"{way.flags:<43}{''.join(f'{cell:<11}' for cell in cells)}{equal.seconds / step.seconds:.2f}")
     say("\n".join(lines))
-    say("           step = computing of the slowest rank + exchange + other; the fastest rank waits for the slowest")
+    say(
+        "           step = computing (the slowest rank's) + exchange + other; waiting: the fastest rank for the slowest"
+    )
     say(f"advice     {advice(steps)}")
 
 

@@ -65,7 +65,8 @@ class NodeSteps:
         self.anchor = torch.nn.Parameter(self._weights())
         setattr(self.anchor, IS_SUMMED, True)
         self.outer = torch.optim.SGD([self.anchor], lr, momentum, nesterov=momentum > 0)
-        self.sent_as = self.anchor.dtype  # between nodes
+        self.sent_as = self.anchor.dtype  # the numbers that nodes exchange
+        self.are_many = len(nodes) > 1
         self.step = 0
         self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one
 
@@ -87,7 +88,8 @@ class NodeSteps:
 
         With `compress` bf16, the nodes' changes are sent with 8 significant bits.
         """
-        self.sent_as = torch.bfloat16 if compress == "bf16" else self.anchor.dtype
+        if compress == "bf16" and self.are_many:
+            self.sent_as = torch.bfloat16
         for tensor in (*self.net.parameters(), *self.net.buffers()):
             dist.broadcast(tensor, src=0)
         self.anchor.copy_(self._weights())

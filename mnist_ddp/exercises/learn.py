@@ -5,7 +5,7 @@
     learn.py --hint         # a hint for it; again: the next hint
     learn.py --number 4     # another one
     learn.py --list         # the score
-    learn.py --restart      # forget the score
+    learn.py --restart      # forget the score, and run the first one
 
 You edit the file that it names. Solutions are in solutions/, for when you have found yours, or have had enough.
 `git checkout mnist_ddp/exercises` brings the mistakes back, and --restart begins with the first one again.
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 SCORE = Path("runs") / "learn.json"
 NODES = (3, 1)  # ranks of each node
 IDLE_SECONDS = 5.0  # in which all ranks together work for less than BUSY: they wait for one another for ever
-BUSY = 0.2  # seconds of CPU time; torch's own threads look around now and then
+BUSY = 0.2  # seconds of CPU time; one that waits may use a little
 LIMIT = 120.0  # seconds of a run
 SAME = 1e-9
 
@@ -299,7 +299,7 @@ def main() -> int:
     parser.add_argument("--hint", action="store_true", help="a hint for the next exercise; again: the next hint")
     parser.add_argument("--number", type=int, choices=range(1, len(EXERCISES) + 1), help="this exercise")
     parser.add_argument("--list", action="store_true", help="which are solved")
-    parser.add_argument("--restart", action="store_true", help="forget which are solved")
+    parser.add_argument("--restart", action="store_true", help="forget which are solved, and begin anew")
     args = parser.parse_args()
     if args.restart:
         SCORE.unlink(missing_ok=True)
