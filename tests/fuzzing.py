@@ -325,7 +325,14 @@ def joined(view: Any) -> None:
         raise UserError("ignored")
 
 
-GUEST: dict = {"standby": "127.0.0.1 29500", "original": 1, "node_rank": 1, "host": "nodeb", "predecessor": ""}
+GUEST: dict = {
+    "standby": "127.0.0.1 29500",
+    "original": 1,
+    "node_rank": 1,
+    "host": "nodeb",
+    "predecessor": "",
+    "late": False,
+}
 GUEST["claim"] = {name: VIEW[name] for name in ("layout", "versions", "flags")}
 
 

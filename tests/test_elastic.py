@@ -78,7 +78,7 @@ def test_a_rank_that_dies_while_the_others_connect_anew_changes_nothing(undistur
     place, imports = MOMENTS["backward"], "import torch\n"
     body = DIES.format(indent=" " * (len(place) - len(place.lstrip())), when="step == 30", rank=2)
     dying = altered(tmp_path / "dying_ddp", {place: body + place, imports: imports + CONNECTS})
-    play(dying, (2, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 5)
+    play(dying, (2, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 60)
     require_same(tmp_path / "run", undisturbed)
     causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
     assert any("lost rank 1, node 0" in cause for cause in causes), causes

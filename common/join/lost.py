@@ -29,6 +29,7 @@ from common.launch.layout import Worker
 Found = TypeVar("Found")
 CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted without a cause
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
+SEARCH_LATE_SECONDS = 1.0  # the same, where a rank has waited for --timeout already
 ANSWER_SECONDS = 1.0  # for the store, after that
 LINGER_SECONDS = 4.0  # rank 0, whose process may serve the store, stays this long for the other survivors
 
@@ -138,12 +139,24 @@ class _Search:
     def _search(self) -> str:
         try:
             self.store.set(f"lost/survivor/{self.worker.rank}", json.dumps(self.known))
-            if causes := poll(self._find_ended, SEARCH_SECONDS):
+            poll(lambda: self._find_ended() or self._has_waited, SEARCH_SECONDS)
+            if causes := self._find_ended():
                 self.lost = sorted(causes)
                 return f"lost {self._places(self.lost)}: {in_words(causes)}; {self._see_log()}"
             return self._describe_silent()
         except RuntimeError:
             return self._without_store(is_gone=True)
+
+    @property
+    def _has_waited(self) -> bool:
+        """Has a survivor waited for --timeout, and all of them had a second since to say that they are there?"""
+        return time.monotonic() - self.began > SEARCH_LATE_SECONDS and any(one["late"] for one in self._posted.values())
+
+    @property
+    def _posted(self) -> dict[int, dict]:
+        """What each survivor's error says, by rank."""
+        ranks = [rank for rank in range(self.worker.world_size) if self._is_survivor(rank)]
+        return {rank: json.loads(self.store.get(f"lost/survivor/{rank}")) for rank in ranks}
 
     def _find_ended(self) -> dict[int, str]:
         """The ranks that have ended, though they had not lost contact themselves, and why."""
@@ -169,11 +182,9 @@ class _Search:
 
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
-        ranks = range(self.worker.world_size)
-        posted = {rank: f"lost/survivor/{rank}" for rank in ranks if self._is_survivor(rank)}
-        known = [json.loads(self.store.get(key)) for key in posted.values()]
-        peers, late = {one["peer"] for one in known}, any(one["late"] for one in known)
-        silent = [rank for rank in ranks if rank not in posted]
+        posted = self._posted
+        peers, late = {one["peer"] for one in posted.values()}, any(one["late"] for one in posted.values())
+        silent = [rank for rank in range(self.worker.world_size) if rank not in posted]
         if not late:  # a connection was closed, which a process that runs does not do: it has not noticed yet
             silent = [rank for rank in silent if not self._runs_here(rank)]
         self.lost = [rank for rank in silent if self.views[rank]["addresses"]["own"] in peers] or silent

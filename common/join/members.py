@@ -47,7 +47,8 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.version import versions
 
-CONNECT_ATTEMPTS = 5  # of gloo, each as long as --timeout, to reach a rank that has ended meanwhile
+CONNECT_SECONDS = 5.0  # at most, for an attempt of gloo to reach another member, which was there a moment ago
+CONNECT_ATTEMPTS = 5  # of gloo, to reach a rank that has ended meanwhile
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
@@ -128,9 +129,21 @@ class Membership:
         self.is_connecting = False
 
     @property
-    def _patience_seconds(self) -> float:
-        """How long to wait for a member that is alive."""
-        return self.options.timeout_seconds * (CONNECT_ATTEMPTS if self.is_connecting else 1)
+    def connect_seconds(self) -> float:
+        """For one attempt to reach another member."""
+        return min(self.options.timeout_seconds, CONNECT_SECONDS)
+
+    @property
+    def collective_seconds(self) -> float:
+        """How long a collective waits for a rank: after it, and SILENT_SECONDS more, the rank is named as lost, which
+        is --timeout in all."""
+        return max(self.options.timeout_seconds - SILENT_SECONDS, self.options.timeout_seconds / 2)
+
+    def _patience_seconds(self, late: bool) -> float:
+        """How long to wait for a member that is alive. `late` where a collective has waited for it already."""
+        if self.is_connecting:
+            return CONNECT_ATTEMPTS * self.connect_seconds
+        return SILENT_SECONDS if late else self.options.timeout_seconds
 
     @contextmanager
     def surviving(
@@ -274,26 +287,27 @@ class Membership:
 
     def meet(self, lost: Callable[[dict[int, str]], str] | None = None, late: bool = False) -> MembersChanged:
         """Agree with the other members on those of the next generation. `lost` says in words what has happened to
-        ranks; None between two steps, when others are to be let in. `late` where this rank has waited for --timeout
-        already. Raises RunError where this process must end."""
+        ranks; None between two steps, when others are to be let in. `late` where a collective of this rank has
+        waited for another one for too long. Raises RunError where this process must end."""
         if not self.views:  # it was let in, but has never worked
             return self.enter(self.leaders[0])
         frozen: set[int] = set()
-        patience = SILENT_SECONDS if late and not self.is_connecting else self._patience_seconds
         until = time.monotonic() + SILENT_SECONDS
         for view in self.views:
             if view["rank"] == self.rank:
-                return self._change(self.standby.store, self._lead(lost, frozen))
+                return self._change(self.standby.store, self._lead(lost, frozen, late))
             address = address_of(view)  # where it has ended too, the next rank leads
             while (store := reach_unless_dead(address, until)) is not None:
                 with suppress(RuntimeError):
-                    if verdict := self._attend(store, self.options.join_timeout_seconds, patience):
+                    if verdict := self._attend(
+                        store, self.options.join_timeout_seconds, self._patience_seconds(late), late
+                    ):
                         return self._change(store, verdict)
                     frozen.add(view["rank"])
                     break
         raise RunError("the other members of this run cannot be reached, and go on without this rank if they can")
 
-    def _attend(self, store: dist.Store, seconds: float, patience: float = math.inf) -> dict | None:
+    def _attend(self, store: dist.Store, seconds: float, patience: float = math.inf, late: bool = False) -> dict | None:
         """Come to the standby of the rank that leads, and wait for its verdict. None where it does not begin to lead
         within `patience` seconds: a frozen process, whose store may answer all the same."""
         layout = self.original.layout
@@ -303,6 +317,7 @@ class Membership:
             "node_rank": layout.node_rank,
             "host": socket.gethostname(),
             "predecessor": self.original.predecessor,
+            "late": late,
         }
         if not self.views:
             me["claim"] = self._claim()
@@ -322,10 +337,10 @@ class Membership:
             return None
         return found
 
-    def _lead(self, lost: Callable[[dict[int, str]], str] | None, frozen: Collection[int]) -> dict:
+    def _lead(self, lost: Callable[[dict[int, str]], str] | None, frozen: Collection[int], late: bool) -> dict:
         """Wait for the members that are alive, decide, and tell them."""
         self.standby.store.set(LEADS, "")
-        here, missing = self._wait_for_members(frozen)
+        here, missing = self._wait_for_members(frozen, late)
         problem = self._minority(here, missing)  # the members that are here read it too
         new = [] if problem else self._newcomers(missing)
         members = [_member(self.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
@@ -362,26 +377,27 @@ class Membership:
             "side ends: is the network split? Start it again where the others are not running"
         )
 
-    def _wait_for_members(self, frozen: Collection[int]) -> tuple[set[int], dict[int, str]]:
+    def _wait_for_members(self, frozen: Collection[int], late: bool) -> tuple[set[int], dict[int, str]]:
         """(here, missing): the ranks that have come to this one, and what is known of the others. It waits for one that
         is busy, at most --timeout (longer where it may not know yet that connecting has failed), and for one that is
-        silent, two seconds; not for those that are `frozen`."""
+        silent, or for which a collective has waited (`late` here or on another rank), two seconds; not for those that
+        are `frozen`."""
         ranks = {address_of(view): view["rank"] for view in self.views}
         began = time.monotonic()
         heard = dict.fromkeys(ranks.values(), began)
         pause = 0.02
         while True:
             self._read_new()
-            here = {self.rank} | {
-                ranks[one["standby"]] for one in self.standby.waiting.values() if one["standby"] in ranks
-            }
+            present = [one for one in self.standby.waiting.values() if one["standby"] in ranks]
+            here = {self.rank, *(ranks[one["standby"]] for one in present)}
+            late = late or any(one.get("late") for one in present)
             missing = [rank for rank in ranks.values() if rank not in here]
             known = dict(zip(missing, states([address_of(self.views[rank]) for rank in missing]), strict=True))
             now = time.monotonic()
             heard |= {rank: now for rank, state in known.items() if state == ALIVE}
-            is_late = now - began > self._patience_seconds
             silent = [rank for rank in missing if now - heard[rank] > SILENT_SECONDS]
-            if is_late or all(known[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
+            is_over = now - began > self._patience_seconds(late)
+            if is_over or all(known[rank] == DEAD or rank in silent or rank in frozen for rank in missing):
                 return here, known
             time.sleep(pause)
             pause = min(0.2, 1.5 * pause)

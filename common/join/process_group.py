@@ -174,7 +174,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     )
     with group.at_end, lost:  # a rank that is lost is named before what is left is closed
         with members.connecting() if members else contextlib.nullcontext():
-            connect(worker, options, device, backend, joined)
+            connect(worker, options, device, backend, joined, members)
         connections.note()
         try:
             yield group
@@ -281,11 +281,19 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def connect(worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: Joined) -> None:
+def connect(
+    worker: Worker,
+    options: JoinOptions,
+    device: torch.device,
+    backend: str,
+    joined: Joined,
+    members: Membership | None = None,
+) -> None:
     """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`."""
     # The backend has the same timeout and a better error message: this limit is a little longer. A member that is lost
     # now must not end the others (--elastic): gloo tries several times, each as long.
-    seconds = options.timeout_seconds * (1 if not options.elastic else CONNECT_ATTEMPTS) + LINGER_SECONDS
+    attempt = members.connect_seconds if members else options.timeout_seconds
+    seconds = attempt * (CONNECT_ATTEMPTS if members else 1) + LINGER_SECONDS
     with limit(seconds, worker.rank, "connecting the ranks (--timeout)"):
         try:
             dist.init_process_group(
@@ -293,12 +301,21 @@ def connect(worker: Worker, options: JoinOptions, device: torch.device, backend:
                 store=joined.store,
                 rank=worker.rank,
                 world_size=worker.world_size,
-                timeout=timedelta(seconds=options.timeout_seconds),
+                timeout=timedelta(seconds=attempt),
                 device_id=device if backend == "nccl" else None,
             )
         except RuntimeError:
             _forget_failed_group()
             raise
+    if members:
+        _set_timeout(members.collective_seconds)
+
+
+def _set_timeout(seconds: float) -> None:
+    """Of the collectives to come."""
+    has_its_name = hasattr(dist, "set_timeout")  # torch 2.11 has the function, but under another name
+    set_timeout = dist.set_timeout if has_its_name else dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=seconds))
 
 
 def _forget_failed_group() -> None:

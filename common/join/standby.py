@@ -94,10 +94,11 @@ def _read(content: str) -> dict | None:
         one = json.loads(content)
         texts = [one["host"], one["predecessor"], split(one["standby"])[0]]
         numbers = [one["original"], one["node_rank"]]
+        is_late = one.get("late", False)
         sections = list(one.get("claim", {}).values())
         texts += [text for section in sections for text in section.values()]
         is_right = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
-        return one if is_right else None
+        return one if is_right and isinstance(is_late, bool) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
