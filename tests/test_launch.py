@@ -78,6 +78,15 @@ def test_a_killed_supervisor_leaves_no_worker_behind_and_is_named(command):
     assert said in command.logs[0].read_text()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no system continues a process when its parent ends")
+def test_a_killed_supervisor_leaves_no_stopped_worker_behind(command):
+    processes = ranks(command)
+    for process in processes:
+        process.suspend()
+    send(command, signal.SIGKILL)
+    assert all_gone(processes)
+
+
 def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_is_named(tmp_path):
     flags = ["--nproc-per-node", 2, MNIST, *LONG, "--out-dir", tmp_path]
     launcher = start("python", "-m", "torch.distributed.run", "--standalone", *flags)

@@ -33,6 +33,7 @@ HOST = "served by"  # the key whose value says which process serves the store
 NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
 BACKLOG = 2048  # connections that wait to be accepted, as torch has it
 WILDCARDS = ("0.0.0.0", "::")
+_waiting: dict[tuple[str, int], threading.Thread] = {}  # for the store at this address, which has not answered in time
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,15 @@ def _name_run(store: dist.Store, worker: Worker) -> None:
 def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False) -> dist.TCPStore | None:
     """The store that is served at host:port; None where it does not answer in this time: something else listens there.
 
-    TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end.
-    Where nothing listens any more, TCPStore tries again and again: for five minutes, or with `gives_up` for some
-    seconds, after which it logs an error.
+    TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end:
+    while one waits for a store, such as that of a stopped process, no other one is started. Where nothing listens any
+    more, TCPStore tries again and again: for five minutes, or with `gives_up` for some seconds, after which it logs an
+    error.
     """
+    if waiting := _waiting.get((host, port)):
+        waiting.join(answer_seconds)
+        if waiting.is_alive():
+            return None
     found: list[dist.TCPStore] = []
 
     def connect() -> None:
@@ -166,6 +172,8 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(answer_seconds)
+    if thread.is_alive():
+        _waiting[host, port] = thread
     return found[0] if found else None
 
 

@@ -1,4 +1,4 @@
-"""The processes that a worker leaves behind when it dies, such as those of a DataLoader.
+"""The processes that a worker leaves behind when it dies, such as those of a DataLoader, and the workers themselves.
 
 Some end by themselves after seconds, those of a fork server never. Until then they hold the sockets of the dead
 worker, so that the other ranks wait for it.
@@ -8,20 +8,31 @@ psutil and ctypes are imported where they are used, because --help imports this 
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # linux/prctl.h
 END_SECONDS = 5.0
 
 
 def adopt() -> None:
     """Make this process the parent of whatever its workers leave behind, so that `end` finds it. Linux only."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def wake_with_parent() -> None:
+    """Let the system continue this process when its parent ends: one that is stopped would not notice that, and keep
+    its ports for ever. Linux only."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def children() -> set[int]:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from common.console import flush, say
 from common.errors import ExplainedError, Interrupted, MembersChanged, RunError
-from common.launch import cli
+from common.launch import cli, orphans
 from common.launch.layout import Worker
 from common.launch.title import name_worker
 
@@ -150,6 +150,7 @@ def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn
 
 def _end_with_parent(worker: Worker, parent: int) -> None:
     """End this process when its parent, the supervisor or a torchrun agent, is gone. `parent` is its pid."""
+    orphans.wake_with_parent()
     windows = multiprocessing.parent_process() if os.name == "nt" else None  # whose parent pid never changes
 
     def watch() -> None:

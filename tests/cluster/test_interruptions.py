@@ -127,7 +127,7 @@ def test_a_job_that_is_interrupted_again_and_again_trains_as_one_that_is_not(slu
         )
     job.submit(2, 1)
     job.wait_until(lambda: "done " in job.said(), seconds=900)
-    play(MNIST, (1,), tmp_path / "alone", *TRAINING, timeout=900)
+    play(MNIST, (1,), tmp_path / "alone", *TRAINING, timeout=1800)
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == list(range(1, STEPS + 1))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
     assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9
