@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What happens when something breaks: real faults in real runs, with and without --elastic.
 
-    faults.py [--only kill,stop,...] [--runs mnist,two,bert] [--write docs/faults.md]
+    faults.py [--only kill,stop,...] [--runs mnist,two,bert] [--write docs/faults.md] [--keep logs]
 
 Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1` (`mnist`), nine of them on `-n 2 -g 3,1` (`two`),
 and nine into the pretraining of a small BERT on `-n 3 -g 2,1,1` (`bert`): all nodes on this machine, in float64, at the
@@ -133,6 +133,13 @@ class Seen:
     ended: float | None = None
     codes: list[int | None] = field(default_factory=list)
     lost: str = ""
+    log: list[str] = field(default_factory=list)  # what the nodes have said, and when
+
+    def keep(self, folder: Path | None, name: str) -> None:
+        """Write the log into a file of this folder."""
+        if folder:
+            folder.mkdir(exist_ok=True, parents=True)
+            (folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log").write_text("\n".join(self.log))
 
 
 def script_with(fault: Fault, subject: Subject, folder: Path) -> tuple[Path, Path]:
@@ -200,6 +207,7 @@ def note_end(seen: Seen, run: PlayedRun, began: float, expected: dict[int, float
     """What a run has said since `began`, how it has ended, and what is missing of it."""
     seen.ended = time.monotonic() - began if has_ended else None
     time.sleep(0.2)
+    seen.log = [f"{when - began:8.2f} {line}" for when, line in run.lines]
     named = [(when - began, line) for when, line in run.lines if when > began and NAMED.search(line)]
     if named:
         seen.detected = named[0][0]
@@ -246,6 +254,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of faults, such as kill,stop")
     parser.add_argument("--runs", default=",".join(SUBJECTS), help="which runs to break: " + ", ".join(SUBJECTS))
     parser.add_argument("--write", type=Path, help="put the table into this file, between its markers")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes say")
     args = parser.parse_args()
     text = [describe()]
     for name in args.runs.split(","):
@@ -261,6 +270,8 @@ def main() -> None:
             if args.only and fault.name not in args.only.split(","):
                 continue
             plain, elastic = (observe(fault, subject, is_elastic, expected) for is_elastic in (False, True))
+            for seen, way in ((plain, "plain"), (elastic, "elastic")):
+                seen.keep(args.keep, f"{name} {fault.what} {fault.moment} {fault.rank} {way}")
             cells = [fault.what, fault.moment, fault.rank, clean(plain.said), shown(plain.detected), shown(plain.ended)]
             cells += [clean(elastic.said), shown(elastic.detected), shown(elastic.next_step), elastic.lost]
             table.append("| " + " | ".join(map(str, cells)) + " |")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What happens when the network, the disk or the clock goes wrong: two test hosts, with and without --elastic.
 
-    link_faults.py [--only cut,...] [--write docs/faults.md]
+    link_faults.py [--only cut,...] [--write docs/faults.md] [--keep logs]
 
 `-n 2 -g 3,1` of MNIST's digits, in float64, on the two hosts of tests/cluster/hosts.sh. Needs root. Seconds count from
 the fault, as in faults.py; `lost` too. Ten minutes.
@@ -236,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of faults: " + ", ".join(case.name for case in CASES))
     parser.add_argument("--write", type=Path, help="put the table into this file, between its markers")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes say")
     args = parser.parse_args()
     if os.geteuid():
         parser.error("it makes network namespaces: run it as root")
@@ -254,6 +255,8 @@ def main() -> None:
             print(f"{case.what}: cc is not there (apt-get install gcc)")
             continue
         plain, elastic = (observe(case, is_elastic, expected) for is_elastic in (False, True))
+        plain.keep(args.keep, f"{case.name} plain")
+        elastic.keep(args.keep, f"{case.name} elastic")
         cells = [case.what, case.moment, clean(plain.said), shown(plain.detected), shown(plain.next_step)]
         cells += [shown(plain.ended), plain.lost, clean(elastic.said), shown(elastic.detected)]
         cells += [shown(elastic.next_step), elastic.lost]

@@ -70,8 +70,9 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     # the name of each connection, and a name server may drop requests when many ranks start at once.
     store = connect(host, port, options.join_timeout_seconds if worker.local_rank else ANSWER_SECONDS)
     if store is None:
+        _require_listening(host, port)
         raise UserError(
-            f"{url} answers, but not as node 0 of a run would: another program holds that port, "
+            f"{url} answers, but not as node 0 of a run would: another program holds that port, node 0 is frozen, "
             "or --master-addr and --master-port are not those of node 0",
             same_on_every_rank=True,
         )
@@ -79,6 +80,18 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     if leads:
         _name_run(store, worker)
     return OpenStore(store, own, master, leads)
+
+
+def _require_listening(host: str, port: int) -> None:
+    """Raise RunError where nothing listens at host:port any more."""
+    try:
+        network.source_address(host, port, CONNECT_SECONDS)
+    except OSError as error:
+        raise RunError(
+            f"node 0 at {tcp_address(host, port)} does not answer any more ({error.strerror or error}), "
+            "while this node joined it: see its log, and start both again",
+            same_on_every_rank=True,
+        ) from None
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
