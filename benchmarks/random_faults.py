@@ -76,7 +76,7 @@ def draw(count: int, seed: int) -> list[Fault]:
 class Battered(PlayedRun):
     def __init__(self, folder: Path, total_steps: int):
         super().__init__(SCRIPT, GPUS, folder, "--elastic", 1, "--max-steps", total_steps, *FLAGS)
-        self.began, self.lives = time.monotonic(), dict[int, Life]()
+        self.began, self.lives = time.monotonic(), dict[tuple[int, float], Life]()
         self.done, self.returns = collections.Counter[str](), dict[int, float]()
         self.thin_since = dict[int, float]()
 
@@ -145,7 +145,7 @@ class Battered(PlayedRun):
                     *((w, "worker") for w in self.workers(node).values()),
                 ]:
                     with contextlib.suppress(*PROCESS_ENDED):
-                        life = self.lives.setdefault(process.pid, Life(role))
+                        life = self.lives.setdefault((process.pid, process.create_time()), Life(role))
                         with process.oneshot():
                             held = process.memory_info().rss / 1e6, process.num_fds(), process.num_threads()
                         life.held.append((time.monotonic() - self.began, *held))
