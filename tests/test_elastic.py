@@ -228,7 +228,7 @@ def test_a_node_finds_a_run_that_another_node_leads_although_node_0s_worker_was_
 
 
 def test_a_rank_that_is_stopped_is_replaced(undisturbed_long, tmp_path):
-    under_way = Run(tmp_path / "run", "--timeout", 3)
+    under_way = Run(tmp_path / "run", "--timeout", 8)
     under_way.wait_for("train", 50)
     under_way.worker(1).suspend()
     under_way.wait_for("members", 1)

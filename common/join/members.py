@@ -50,6 +50,7 @@ from common.version import versions
 CONNECT_SECONDS = 5.0  # at most, for an attempt of gloo to reach another member, which was there a moment ago
 CONNECT_ATTEMPTS = 5  # of gloo, to reach a rank that has ended meanwhile
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
+LATE_SECONDS = 10.0  # at most, for a rank whose machine answers, but for which a collective has waited
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 LOOK_SECONDS = 0.25  # between two looks of the leader for processes that have come
 COMPLETE_SECONDS = 1.0  # without another one, after which the processes that have come are let in
@@ -135,15 +136,18 @@ class Membership:
 
     @property
     def collective_seconds(self) -> float:
-        """How long a collective waits for a rank: after it, and SILENT_SECONDS more, the rank is named as lost, which
-        is --timeout in all."""
-        return max(self.options.timeout_seconds - SILENT_SECONDS, self.options.timeout_seconds / 2)
+        """How long a collective waits for a rank; the others may wait `_late_seconds` more for it, --timeout in all."""
+        return self.options.timeout_seconds - self._late_seconds
+
+    @property
+    def _late_seconds(self) -> float:
+        return min(LATE_SECONDS, self.options.timeout_seconds / 2)
 
     def _patience_seconds(self, late: bool) -> float:
         """How long to wait for a member that is alive. `late` where a collective has waited for it already."""
         if self.is_connecting:
             return CONNECT_ATTEMPTS * self.connect_seconds
-        return SILENT_SECONDS if late else self.options.timeout_seconds
+        return self._late_seconds if late else self.options.timeout_seconds
 
     @contextmanager
     def surviving(
@@ -354,7 +358,7 @@ class Membership:
         verdict = {
             "generation": self.generation + 1,
             "members": members,
-            "cause": "; ".join(causes),
+            "cause": "; ".join(causes) or "the process that was to be let in has ended",
             "ends": few if len(members) < minimum else "",
             "problem": problem,
             "address": self.address,
@@ -379,9 +383,9 @@ class Membership:
 
     def _wait_for_members(self, frozen: Collection[int], late: bool) -> tuple[set[int], dict[int, str]]:
         """(here, missing): the ranks that have come to this one, and what is known of the others. It waits for one that
-        is busy, at most --timeout (longer where it may not know yet that connecting has failed), and for one that is
-        silent, or for which a collective has waited (`late` here or on another rank), two seconds; not for those that
-        are `frozen`."""
+        is busy, at most --timeout (longer where it may not know yet that connecting has failed; less where a collective
+        has waited for it already, `late` here or on another rank), and for one that is silent, two seconds; not for
+        those that are `frozen`."""
         ranks = {address_of(view): view["rank"] for view in self.views}
         began = time.monotonic()
         heard = dict.fromkeys(ranks.values(), began)

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,33 +66,31 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     # A rank 0 with another machine's address (-i 0 typed twice) joins there, and the handshake reports the duplicate.
     if worker.is_main and worker.layout.hosts_store and network.is_local(host):
         return _serve(worker, host, port, options)
-    own, master = _wait_for_master(worker, host, port, options.join_timeout_seconds)
-    # The first rank of a node finds out whether the port is another program's. The others are patient: torch looks up
-    # the name of each connection, and a name server may drop requests when many ranks start at once.
-    store = connect(host, port, options.join_timeout_seconds if worker.local_rank else ANSWER_SECONDS)
-    if store is None:
-        _require_listening(host, port)
-        raise UserError(
-            f"{url} answers, but not as node 0 of a run would: another program holds that port, node 0 is frozen, "
-            "or --master-addr and --master-port are not those of node 0",
-            same_on_every_rank=True,
-        )
+    store, seconds = None, options.join_timeout_seconds
+    until = time.monotonic() + seconds
+    while store is None:
+        own, master = _wait_for_master(worker, host, port, seconds, until)
+        # The first rank of a node finds out whether the port is another program's. The others are patient: torch looks
+        # up the name of each connection, and a name server may drop requests when many ranks start at once.
+        store = connect(host, port, seconds if worker.local_rank else ANSWER_SECONDS)
+        if store is None and _listens(host, port):
+            raise UserError(
+                f"{url} answers, but not as node 0 of a run would: another program holds that port, node 0 is frozen, "
+                "or --master-addr and --master-port are not those of node 0",
+                same_on_every_rank=True,
+            )
     leads = worker.is_main and not worker.layout.hosts_store  # the launcher serves the store
     if leads:
         _name_run(store, worker)
     return OpenStore(store, own, master, leads)
 
 
-def _require_listening(host: str, port: int) -> None:
-    """Raise RunError where nothing listens at host:port any more."""
+def _listens(host: str, port: int) -> bool:
     try:
         network.source_address(host, port, CONNECT_SECONDS)
-    except OSError as error:
-        raise RunError(
-            f"node 0 at {tcp_address(host, port)} does not answer any more ({error.strerror or error}), "
-            "while this node joined it: see its log, and start both again",
-            same_on_every_rank=True,
-        ) from None
+    except OSError:
+        return False
+    return True
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
@@ -190,8 +189,9 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
     return found[0] if found else None
 
 
-def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
-    """Wait until something listens at host:port, and say so. Returns (our address, its) of that connection."""
+def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float, until: float) -> tuple[str, str]:
+    """Wait until something listens at host:port, and say so; `time.monotonic()` is `until` when `timeout_seconds` are
+    over. Returns (our address, its) of that connection."""
     first = "node 0" if worker.layout.nodes else "rank 0"
     address, reason, is_time = tcp_address(host, port), "", Every(SAY_EVERY_SECONDS)
 
@@ -206,10 +206,10 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
     def report(elapsed: float) -> None:
         if worker.local_rank == 0 and is_time():
             unusual = "" if reason == NOT_STARTED else f" ({reason})"
-            left = timeout_seconds - elapsed
+            left = until - time.monotonic()
             say(f"waiting for {first} at {address}{unusual}; giving up in {left:.0f} s", worker.rank)
 
-    addresses = poll(reach, timeout_seconds, report)
+    addresses = poll(reach, until - time.monotonic(), report)
     if addresses is None:
         raise RunError(
             f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s "

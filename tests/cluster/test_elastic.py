@@ -30,7 +30,7 @@ class Job:
         self.wait_for("train", 100)
 
     def start(self, node: int):
-        layout = ("-n", 2, "-g", "3,1", "--device", "cpu", "--elastic", 1, "--timeout", 5, "--master-port", PORT)
+        layout = ("-n", 2, "-g", "3,1", "--device", "cpu", "--elastic", 1, "--timeout", 10, "--master-port", PORT)
         where = () if node == 0 else ("--master-addr", "10.77.0.1")
         command = (*OWN_PIDS, "python", MNIST, *layout, *TRAINING, "-i", node, *where, "--out-dir", self.folder)
         return self.hosts.on(("nodea", "nodeb")[node], *command)
