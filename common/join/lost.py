@@ -149,7 +149,7 @@ class _Search:
 
     @property
     def _has_waited(self) -> bool:
-        """Has a survivor waited for --timeout, and all of them had a second since to say that they are there?"""
+        """Has a survivor waited for --timeout, and have all had a second since then to post?"""
         return time.monotonic() - self.began > SEARCH_LATE_SECONDS and any(one["late"] for one in self._posted.values())
 
     @property

@@ -141,6 +141,7 @@ class Membership:
 
     @property
     def _late_seconds(self) -> float:
+        """The end of --timeout, in which a rank may still come that a collective has waited for."""
         return min(LATE_SECONDS, self.options.timeout_seconds / 2)
 
     def _patience_seconds(self, late: bool) -> float:

@@ -19,20 +19,21 @@ END_SECONDS = 5.0
 
 def adopt() -> None:
     """Make this process the parent of whatever its workers leave behind, so that `end` finds it. Linux only."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def wake_with_parent() -> None:
     """Let the system continue this process when its parent ends: one that is stopped would not notice that, and keep
     its ports for ever. Linux only."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    if sys.platform == "linux":  # Windows has no SIGCONT
+        _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def children() -> set[int]:
