@@ -36,10 +36,11 @@ WAYS = {
     "powersgd:4": ["--compress", "powersgd:4"],
     "every 50": ["--sync-every", "50"],
     "every 100": ["--sync-every", "100"],
+    "every 50, 25 steps late": ["--sync-every", "50", "--sync-delay", "25"],
     "every 50, bf16": ["--sync-every", "50", "--compress", "bf16"],
     "every 25, bf16": ["--sync-every", "25", "--compress", "bf16"],
 }
-DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16"]
+DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16", "every 50, 25 steps late"]
 # A guess: AdamW on each of two nodes sees half of the batch, with 1.41 times the noise, and might want larger steps.
 LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
 FIRST_STEP = 20
@@ -148,6 +149,8 @@ def show_loss(flags: list[str]) -> None:
     for steps in ("5", "13", "25", "50"):
         others[f"every {steps}"] = ["--sync-every", steps]
         others[f"every {steps}, lr and clipping x 1.41"] = ["--sync-every", steps, *LARGER]
+    for late in ("10", "25"):
+        others[f"every 50, {late} steps late"] = ["--sync-every", "50", "--sync-delay", late]
     others["exact, lr and clipping x 1.41"] = LARGER
     with hosts() as interface:
         for way, more in {**WAYS, **others}.items():

@@ -59,7 +59,7 @@ def train(worker: Worker, args: Namespace) -> None:
         optimizer = torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         schedule_steps = plan.steps_per_epoch * args.epochs
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)
-        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
         nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
@@ -143,7 +143,8 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                evaluates = nodes.end_step(epoch_ends(), now=step == total_steps or report.is_interrupted)
+                saves, ends = report.checkpoint_is_due(step, epoch_ends()), step == total_steps or report.is_interrupted
+                evaluates = nodes.end_step(epoch_ends(), saves, now=ends)
                 report.note(step, loss_sum, lr, grad_norm)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 

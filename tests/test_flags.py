@@ -9,7 +9,17 @@ from common.launch import cli, values
 from tests.harness import BERT, FINETUNE, MNIST
 
 # What a checkpoint compares. A new flag must be added here, or be named by cli.may_change or cli.may_differ.
-TRAINING = {"epochs", "lr", "weight_decay", "clip_norm", "seed", "sync_every", "outer_lr", "outer_momentum"}
+TRAINING = {
+    "epochs",
+    "lr",
+    "weight_decay",
+    "clip_norm",
+    "seed",
+    "sync_every",
+    "sync_delay",
+    "outer_lr",
+    "outer_momentum",
+}
 RECIPES = {
     MNIST: TRAINING | {"label_smoothing"},
     BERT: TRAINING | {"warmup_steps", "decay_power", "mask_probability", "whole_words", "dropout"},

@@ -1,5 +1,7 @@
 """--compress and --sync-every, for slow links between nodes: what they exchange, and how near they stay."""
 
+import json
+
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights, write_trainer
@@ -110,6 +112,8 @@ def test_compression_may_change_when_a_run_is_resumed(tmp_path):
     (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
     (["--sync-every", 0], "'0' is not allowed"),
     (["--outer-lr", 0.7], "--outer-lr 0.7 without --sync-every"),
+    (["--sync-delay", 2], "--sync-delay 2 without --sync-every"),
+    (["--sync-every", 5, "--sync-delay", 5], "at most 4 is allowed"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(flags, said, tmp_path):
     assert said in refusal(tmp_path, *DIGITS, *flags)
@@ -164,10 +168,12 @@ def test_the_outer_step_is_nesterovs(sgd, tmp_path):
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-9)
 
 
-def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(sgd, tmp_path):
-    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5)
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(delay, sgd, tmp_path):
+    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5, "--sync-delay", delay)
+    flags += ("--save-every", 7, "--keep", 9)
     play(sgd, (2, 1), tmp_path / "whole", *flags)
-    play(sgd, (2, 1), tmp_path / "parts", *flags, "--save-every", 7, "--keep", 9)
+    play(sgd, (2, 1), tmp_path / "parts", *flags)
     saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000010", "step-00000015", "step-00000025", "step-00000028"]
     assert [row["step"] for row in rows(tmp_path / "parts", "eval")] == [15, 28]  # an epoch has 14 steps
@@ -203,7 +209,7 @@ for step, part in enumerate(timer.steps(part_loader(data, sampler), len(sampler)
             (model(x).square().sum() / plan.global_count(step)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    nodes.end_step(False, now=step == 3)
+    nodes.end_step(False, False, now=step == 3)
 if worker.is_main:
     Path(args.out_dir, "weight").write_text(repr(net.weight.item()))
 """
@@ -217,6 +223,44 @@ def test_a_nodes_samples_are_those_of_the_sampler_where_parts_are_balanced_by_to
         play(write_trainer(folder, TOKEN_BODY.format(every=every), TOKENS), (1, 1), folder)
         found.append(float((folder / "weight").read_text()))
     assert found[0] != 1.0 and found[1] == pytest.approx(found[0], abs=1e-12)
+
+
+DELAYED = """
+timer, data = StepTimer(group.device), list(range(22))
+plan = plan_batches(len(data), 2, 2)
+sampler, net = UnevenDistributedSampler(plan, worker.rank, 0), torch.nn.Linear(1, 1, bias=False).double()
+nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, every=4, delay=2)
+torch.nn.init.zeros_(net.weight)
+nodes.start()
+found = []
+for step in range(11):
+    with torch.no_grad():
+        net.weight.add_(1.0 if worker.is_main else 3.0)
+    nodes.end_step(False, step == 7 and {saves}, now=step == 10)
+    found.append(net.weight.item())
+Path(args.out_dir, f"weights-{{worker.rank}}").write_text(repr(found))
+"""
+
+
+def delayed(folder, saves):
+    """The weights of two nodes after each step, of which one adds 1 in a step and the other 3."""
+    imports = TOKENS + "from common.uneven.sampling import UnevenDistributedSampler\n"
+    play(write_trainer(folder, DELAYED.format(saves=saves), imports), (1, 1), folder)
+    return [json.loads((folder / f"weights-{rank}").read_text()) for rank in range(2)]
+
+
+def test_nodes_train_on_while_their_changes_travel_and_add_what_they_have_learned_since(tmp_path):
+    first, second = delayed(tmp_path, saves=False)
+    #                after step 4: 4 and 12 are sent    mean 8    + 2, + 6            mean of the next four: 8
+    assert first[:10] == [1, 2, 3, 4, 5, 8 + 2, 11, 12, 13, 16 + 2]
+    assert second[:10] == [3, 6, 9, 12, 15, 8 + 6, 17, 20, 23, 16 + 6]
+    assert first[10] == second[10] == 16 + (3 + 9) / 2
+
+
+def test_where_weights_are_to_be_saved_an_outer_step_waits_whatever_the_delay(tmp_path):
+    first, second = delayed(tmp_path, saves=True)
+    assert first[7] == second[7] == 16
+    assert (first[9], second[9]) == (18, 22)
 
 
 def test_an_evaluation_alone_needs_no_flags_of_the_run(tmp_path):

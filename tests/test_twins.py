@@ -13,7 +13,7 @@ def train(worker: Worker, args: Namespace) -> None:
         plan = plan_batches(len(train_set), global_batch, worker.world_size, args.shares)
         sampler = UnevenDistributedSampler(plan, worker.rank, args.seed)
         torch.manual_seed(derive_seed(args.seed, "weights"))
-        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
         nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts |= nodes.parts
         step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done

@@ -77,7 +77,7 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         schedule = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
         nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
@@ -174,7 +174,8 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                evaluates = nodes.end_step(epoch_ends(), now=step == total_steps or report.is_interrupted)
+                saves, ends = report.checkpoint_is_due(step, epoch_ends()), step == total_steps or report.is_interrupted
+                evaluates = nodes.end_step(epoch_ends(), saves, now=ends)
                 report.note(step, loss_sum, float(lr), grad_norm, count)
                 balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
 

@@ -75,7 +75,7 @@ def train(worker: Worker, args: Namespace) -> None:
         schedule_steps = plan.steps_per_epoch * args.epochs
         decay = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps, args.decay_power)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
-        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
+        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
         nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
         parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
         parts |= nodes.parts
@@ -165,7 +165,8 @@ def train(worker: Worker, args: Namespace) -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
-                evaluates = nodes.end_step(evaluation_is_due(), now=step == total_steps or report.is_interrupted)
+                saves, ends = report.checkpoint_is_due(step, epoch_ends()), step == total_steps or report.is_interrupted
+                evaluates = nodes.end_step(evaluation_is_due(), saves, now=ends)
                 report.note(step, loss_sum, lr, grad_norm, count)
                 balancer.end_step(len(mine))  # every few steps, the ranks exchange their speeds
 

@@ -197,6 +197,13 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
         help="let each node train by itself, and average the nodes' changes every H steps: another optimisation",
     )
     group.add_argument(
+        "--sync-delay",
+        type=values.natural_int,
+        default=0,
+        metavar="D",
+        help="steps that the nodes train on while their changes travel, less than H; 0: they wait for them",
+    )
+    group.add_argument(
         "--outer-lr", type=values.positive_float, default=1.0, metavar="X", help="of --sync-every's outer step"
     )
     group.add_argument(
@@ -338,9 +345,15 @@ def _check_links(args: argparse.Namespace) -> None:
     if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
         other = "--sync-every" if args.sync_every else f"--compress {args.compress}"
         raise UserError(f"--on-nan skip with {other}: what it keeps of a step would be spoilt: leave one of them out")
-    for name, value, default in (("lr", args.outer_lr, 1.0), ("momentum", args.outer_momentum, 0.0)):
+    outer = ("outer-lr", args.outer_lr, 1.0), ("outer-momentum", args.outer_momentum, 0.0)
+    for name, value, default in (*outer, ("sync-delay", args.sync_delay, 0)):
         if value != default and not args.sync_every:
-            raise UserError(f"--outer-{name} {value} without --sync-every, whose outer step it is of: give both")
+            raise UserError(f"--{name} {value} without --sync-every, whose outer step it is of: give both")
+    if args.sync_every and args.sync_delay >= args.sync_every:
+        raise UserError(
+            f"--sync-delay {args.sync_delay} with --sync-every {args.sync_every}: the nodes' changes must have arrived "
+            f"when the next ones are sent: at most {args.sync_every - 1} is allowed"
+        )
     if args.sync_every and args.precision == "fp16":
         raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
 

@@ -48,6 +48,7 @@ def flags() -> ArgumentParser:
         "--slow", type=values.slow_ranks, metavar="RANK=SPEED", help="a rank at a part of its speed: 3=0.25"
     )
     parser.add_argument("--sync-every", type=values.positive_int, default=50, metavar="H", help="for that flag's rows")
+    parser.add_argument("--sync-delay", type=values.natural_int, default=0, metavar="D", help="for the same rows")
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run that has layout, speeds, gradients and batch")
     parser.add_argument("--doctor", type=Path, metavar="FILE", help="what the doctor's --json has printed, for --link")
     parser.add_argument("--examples", action="store_true", help="print tables for 8+2, 4 to 32, and 1,000 GPUs")
@@ -104,18 +105,22 @@ def report(args: Namespace) -> None:
     fixed = tuple(ms / 1e3 for ms in args.fixed_ms)
     cluster = Cluster(args.gpus, args.speed, fixed, args.inside, link, args.measured)
     sizes = args.global_batch, args.gradients
-    steps = {way: predict(cluster, *sizes, way, args.micro_batches) for way in ways(cluster, args.sync_every)}
+    offered = ways(cluster, args.sync_every, args.sync_delay)
+    steps = {way: predict(cluster, *sizes, way, args.micro_batches) for way in offered}
     equal = steps[Way()]
     speeds = ", ".join(f"{speed:,.0f}" for speed in args.speed)
     if len(args.speed) > MOST_SHOWN:
         speeds = f"{min(args.speed):,.0f} to {max(args.speed):,.0f}"
     say(f"speeds     {speeds} samples a second by rank; gradients of {args.gradients / 1e6:,.1f} MB")
     names = "step", "computing", "exchange", "other", "waiting"
-    lines = [f"{'flags':<43}{''.join(f'{name:<11}' for name in names)}times as fast"]
+    width = max(41, *(len(way.flags) for way in offered)) + 2
+    lines = [f"{'flags':<{width}}{''.join(f'{name:<11}' for name in names)}times as fast"]
     for way, step in steps.items():
         other = step.seconds - max(step.computing) - step.exchange
         cells = [_ms(one) for one in (step.seconds, max(step.computing), step.exchange, other, max(step.waiting))]
-        lines.append(f"{way.flags:<43}{''.join(f'{cell:<11}' for cell in cells)}{equal.seconds / step.seconds:.2f}")
+        lines.append(
+            f"{way.flags:<{width}}{''.join(f'{cell:<11}' for cell in cells)}{equal.seconds / step.seconds:.2f}"
+        )
     say("\n".join(lines))
     say(
         "           step = computing (the slowest rank's) + exchange + other; waiting: the fastest rank for the slowest"
