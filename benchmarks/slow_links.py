@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `--compress` and `--sync-every` save on a slow link: bytes of a step, and steps per second.
 
-    slow_links.py [--repeat 3] [--only bytes,100mbit,delay,loss] [--cache-dir cache]
+    slow_links.py [--repeat 3] [--only bytes,100mbit,delay,loss] [--ways "every 50;..."]
 
 Two nodes with one rank each pretrain a small BERT. `bytes` and the others run on two network namespaces of this
 machine, whose interfaces count what crosses: `100mbit` with a limit of 100 Mbit/s, `delay` with that and 20 ms each
@@ -113,12 +113,17 @@ def speed(rows: list[dict]) -> tuple[float, float]:
     return steps / seconds, busy / seconds
 
 
-def show_bytes(flags: list[str], repeat: int) -> None:
+def only(ways: dict[str, list[str]], chosen: set[str]) -> list[tuple[str, list[str]]]:
+    """The exact way, and those that are chosen; all of them where none is."""
+    return [(way, flags) for way, flags in ways.items() if not chosen or way == "exact" or way in chosen]
+
+
+def show_bytes(flags: list[str], chosen: set[str]) -> None:
     """Bytes of a step, from runs of 30 and 130 steps: the difference has no start, no evaluation and no end."""
     print("| exchange | MB a step from nodea | of the exact | of the gradients |\n| --- | --- | --- | --- |")
     found, gradients = {}, 4 * 737_360 / 1e6  # of that model, in MB
     with hosts() as interface:
-        for way, more in WAYS.items():
+        for way, more in only(WAYS, chosen):
             one, many = (
                 measure([*flags, *more, "--global-batch", "32", "--micro-batch", "4"], n, interface)[0]
                 for n in (30, 130)
@@ -141,7 +146,7 @@ def show_speed(flags: list[str], repeat: int, ways: list[str], steps: int, **lin
         print(f"| {way} | {rate:.2f} | {ratio:.2f} | {busy:.2f} |", flush=True)
 
 
-def show_loss(flags: list[str]) -> None:
+def show_loss(flags: list[str], chosen: set[str]) -> None:
     print("\n| exchange | held-out loss | against the exact |\n| --- | --- | --- |")
     exact = 0.0
     nesterov = ["--outer-lr", "0.7", "--outer-momentum", "0.9"]
@@ -153,7 +158,7 @@ def show_loss(flags: list[str]) -> None:
         others[f"every 50, {late} steps late"] = ["--sync-every", "50", "--sync-delay", late]
     others["exact, lr and clipping x 1.41"] = LARGER
     with hosts() as interface:
-        for way, more in {**WAYS, **others}.items():
+        for way, more in only({**WAYS, **others}, chosen):
             with tempfile.TemporaryDirectory() as folder:
                 rows = train(Path(folder) / "job", [*RECIPE, *flags, *more], interface)
             loss = [row["loss"] for row in rows if row["kind"] == "eval"][-1]
@@ -165,19 +170,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="bytes,100mbit,delay,loss")
+    parser.add_argument("--ways", default="", help="of bytes and loss: these beside the exact one, with ; between them")
     parser.add_argument("--cache-dir", type=Path, default=ROOT / "cache")
     args = parser.parse_args()
-    only, corpus = args.only.split(","), ["--cache-dir", str(args.cache_dir.resolve())]
+    parts, corpus = args.only.split(","), ["--cache-dir", str(args.cache_dir.resolve())]
+    chosen = set(filter(None, args.ways.split(";")))
     flags = [*MODEL, *corpus]
-    if "bytes" in only:
-        show_bytes(flags, args.repeat)
-    if "100mbit" in only:
+    if "bytes" in parts:
+        show_bytes(flags, chosen)
+    if "100mbit" in parts:
         ways = ["exact", "bf16", "powersgd:4", "every 50"]
         show_speed([*flags, "--global-batch", "64"], args.repeat, ways, 120, rate="100mbit")
-    if "delay" in only:
+    if "delay" in parts:
         show_speed([*flags, "--global-batch", "64"], args.repeat, DELAYED, 220, delay_ms=20)
-    if "loss" in only:
-        show_loss(corpus)
+    if "loss" in parts:
+        show_loss(corpus, chosen)
     print(f"\nMedian of {args.repeat}. {describe()}")
 
 
