@@ -4,9 +4,10 @@
     balance.py [--repeat 3] [--only two,four,four-large,equal,changes] [--data-dir data]
 
 Each rank is a node of its own, in a control group that gives it a fraction of a core. With equal shares the slowest
-rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). The
-ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds in the middle of a run and shows how
-many steps the shares need to follow. Needs root, for the control groups.
+rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). It takes
+no note of what ranks on the same cores take from one another. `apart` does: each rank computes its share alone, all at
+the same time. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds in the middle of a
+run and shows how many steps the shares need to follow. Needs root, for the control groups.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from benchmarks.machine import describe
 from common.launch.addresses import free_port
 
 FIRST_STEP = 20
+APART_SECONDS = 30
 TRAINERS = {
     "MNIST": ["mnist_ddp/mnist-distributed.py"],
     "BERT": [
@@ -73,6 +75,10 @@ class Job:
 def steps_per_second(rows: list[dict]) -> float:
     """From the first row at or after step 20 to the last."""
     first, last = next(row for row in rows if row["step"] >= FIRST_STEP), rows[-1]
+    return _rate(first, last)
+
+
+def _rate(first: dict, last: dict) -> float:
     return (last["step"] - first["step"]) / (last["training_seconds"] - first["training_seconds"])
 
 
@@ -85,29 +91,46 @@ def measure(trainer: str, speeds: tuple[float, ...], flags: list[str]) -> tuple[
     return steps_per_second(rows), rows
 
 
+def apart(trainer: str, speeds: tuple[float, ...], shares: list[int], flags: list[str]) -> float:
+    """Steps per second where each rank computes its share alone, all at the same time, and nothing is exchanged."""
+    with fractions(speeds) as cores, tempfile.TemporaryDirectory() as folder:
+        pairs = enumerate(zip(cores, shares, strict=True))
+        endless = [*flags, "--epochs", "1000", "--max-steps", "100000"]
+        jobs = [
+            Job(trainer, [one], Path(folder) / str(number), [*endless, "--global-batch", str(share)])
+            for number, (one, share) in pairs
+        ]
+        while not all(rows and rows[-1]["step"] >= FIRST_STEP for rows in (job.rows() for job in jobs)):
+            if any(node.poll() for job in jobs for node in job.nodes):
+                sys.exit(f"balance.py: a run has failed:\n{[job.log.read_text() for job in jobs]}")
+            time.sleep(0.1)
+        before = [len(job.rows()) for job in jobs]
+        time.sleep(APART_SECONDS)
+        found = [job.rows()[start:] for job, start in zip(jobs, before, strict=True)]
+        for node in (node for job in jobs for node in job.nodes):
+            node.terminate()  # the run saves a checkpoint
+            node.wait()
+    samples = [share * _rate(rows[0], rows[-1]) for share, rows in zip(shares, found, strict=True)]
+    return sum(samples) / sum(shares)
+
+
 def compare(trainer: str, name: str, flags: list[str], repeat: int) -> list[dict]:
     """Print a row of the table. Returns the rows of the last balanced run."""
     speeds, found = SPEEDS[name], {"off": [], "auto": []}
     batch = BATCHES[trainer].get(name, BATCH[trainer])
+    alone = []
     for _ in range(repeat):
         for way in found:
             rate, rows = measure(trainer, speeds, [*flags, "--global-batch", str(batch), "--balance", way])
             found[way].append(rate)
+        alone.append(apart(trainer, speeds, rows[-1]["shares"], flags))
     equal, auto = (statistics.median(rates) for rates in found.values())
     ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
+    of_apart = statistics.median(b / a for a, b in zip(alone, found["auto"], strict=True))
     ceiling = sum(speeds) / (len(speeds) * min(speeds))
-    cells = [
-        trainer,
-        " ".join(map(str, speeds)),
-        f"{batch:,}",
-        f"{equal:.2f}",
-        f"{auto:.2f}",
-        f"{ratio:.2f}",
-        f"{ceiling:.2f}",
-    ]
-    print(
-        "| " + " | ".join([*cells, f"{ratio / ceiling:.2f}", " ".join(map(str, rows[-1]["shares"]))]) + " |", flush=True
-    )
+    rates = [f"{one:.2f}" for one in (equal, auto, ratio, ceiling, ratio / ceiling, statistics.median(alone), of_apart)]
+    shares = " ".join(map(str, rows[-1]["shares"]))
+    print("| " + " | ".join([trainer, " ".join(map(str, speeds)), f"{batch:,}", *rates, shares]) + " |", flush=True)
     return rows
 
 
@@ -151,7 +174,8 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     names = "trainer", "speeds", "global batch", "equal: steps/s", "auto: steps/s", "ratio", "ceiling", "part of it"
-    print("| " + " | ".join([*names, "shares at the end"]) + " |\n" + "| --- " * 9 + "|")
+    names += "apart: steps/s", "part of it", "shares at the end"
+    print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
     for name in (name for name in SPEEDS if name in only):
         for trainer in TRAINERS:
             compare(trainer, name, flags[trainer], args.repeat)

@@ -193,8 +193,8 @@ def observe(fault: Fault, subject: Subject, elastic: bool, expected: dict[int, f
             began = inject(fault, subject, job, stamp)
             at, deadline = job.steps(), time.monotonic() + LIMIT_SECONDS
             while time.monotonic() < deadline and any(node.poll() is None for node in job.nodes):
-                members = elastic and any("members  lost" in line for _, line in list(job.lines))
-                if seen.next_step is None and members and job.steps() > max(at, subject.step) + 1:
+                goes_on = elastic and any("go on: " in line for _, line in list(job.lines))
+                if seen.next_step is None and goes_on and job.steps() > max(at, subject.step) + 1:
                     seen.next_step = time.monotonic() - began
                 time.sleep(0.02)
             note_end(seen, job, began, expected, time.monotonic() < deadline)
@@ -246,6 +246,7 @@ def shown(seconds: float | None) -> str:
 
 def clean(said: str) -> str:
     """A line of the log without what tells one run from another."""
+    said = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+/", "", said)
     return re.sub(r"^\[\d+[^]]*\] ", "", said).replace("|", "/").replace("members  ", "")[:150]
 
 

@@ -343,7 +343,7 @@ class Membership:
         return found
 
     def _lead(self, lost: Callable[[dict[int, str]], str] | None, frozen: Collection[int], late: bool) -> dict:
-        """Wait for the members that are alive, decide, and tell them."""
+        """Wait for the members that are alive, decide, say so, and tell them."""
         self.standby.store.set(LEADS, "")
         here, missing = self._wait_for_members(frozen, late)
         problem = self._minority(here, missing)  # the members that are here read it too
@@ -365,6 +365,8 @@ class Membership:
             "address": self.address,
             "lost": [self.views[rank] for rank, state in missing.items() if state != DEAD],
         }
+        if not problem:
+            say(f"members  {verdict['cause']}", rank=0)
         told = {one["standby"] for one in members}
         for number in [number for number, one in self.standby.waiting.items() if one["standby"] in told]:
             self.standby.answer(number, verdict)

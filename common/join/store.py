@@ -29,6 +29,7 @@ from common.launch.options import JoinOptions
 SAY_EVERY_SECONDS = 4.0
 ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wait 5 s for a name server in it
 CONNECT_SECONDS = 2.0
+LOOK_SECONDS = 0.1  # between two looks whether a process that does not answer has ended
 REQUEST_TIMEOUT = timedelta(seconds=300)  # of a store, for a key that is not there yet
 HOST = "served by"  # the key whose value says which process serves the store
 NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
@@ -164,13 +165,20 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
 
     TCPStore waits without a timeout for the first reply of whatever listens. So a thread connects, and may never end:
     while one waits for a store, such as that of a stopped process, no other one is started. Where nothing listens any
-    more, TCPStore tries again and again: for five minutes, or with `gives_up` for some seconds, after which it logs an
-    error.
+    more, TCPStore tries again and again, for five minutes. With `gives_up` this ends as soon as the machine refuses a
+    connection, and the thread after some seconds, with a line in the log: for a process that may just be ending.
     """
-    if waiting := _waiting.get((host, port)):
-        waiting.join(answer_seconds)
-        if waiting.is_alive():
-            return None
+
+    def wait_for(thread: threading.Thread) -> bool:
+        until = time.monotonic() + answer_seconds
+        while thread.is_alive() and time.monotonic() < until:
+            thread.join(min(answer_seconds, LOOK_SECONDS))
+            if gives_up and thread.is_alive() and _is_refused(host, port):
+                break
+        return not thread.is_alive()
+
+    if (waiting := _waiting.get((host, port))) and not wait_for(waiting):
+        return None
     found: list[dist.TCPStore] = []
 
     def connect() -> None:
@@ -183,10 +191,18 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(answer_seconds)
-    if thread.is_alive():
+    if not wait_for(thread):
         _waiting[host, port] = thread
     return found[0] if found else None
+
+
+def _is_refused(host: str, port: int) -> bool:
+    """True where the machine says that nothing listens there."""
+    try:
+        network.source_address(host, port, LOOK_SECONDS)
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float, until: float) -> tuple[str, str]:

@@ -81,7 +81,6 @@ class Output:
         ranks = [{name: view[name] for name in ("original", "node_rank", "host")} for view in group.views]
         row = {"generation": members.generation, "ranks": ranks, "cause": members.cause}
         self.metrics.write("members", self.first_step, **row)
-        say(f"members  {members.cause}", rank=0)
         say(f"         after step {self.first_step} go on: {places(group.views)}", rank=0)
 
     def so_far(self) -> tuple[float, dict[str, float], int]:
