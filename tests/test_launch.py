@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from common.launch.interruption import TWICE_SECONDS
 from common.launch.stopped import StoppedWorkers
 from tests.harness import MNIST, ROOT, Node, kill, nodes_of, playing, start, write_trainer
 
@@ -212,7 +213,8 @@ def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
         time.sleep(0.01)
     try:
         send(command, signal.SIGINT)
-        time.sleep(1.0)  # the command now waits for the stopped worker
+        wait_until(lambda: "once more ends at once" in command.logs[0].read_text())
+        time.sleep(TWICE_SECONDS + 0.5)  # what comes sooner counts as the same signal
         send(command, signal.SIGINT)
         command.results(timeout=30)
         assert all_gone(processes, seconds=3)

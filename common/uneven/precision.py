@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -32,7 +32,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
-        return torch.autocast(self.device.type, AUTOCAST.get(self.name), enabled=self.name in AUTOCAST)
+        return torch.autocast(self.device.type, AUTOCAST[self.name]) if self.name in AUTOCAST else nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled up under fp16."""
