@@ -255,7 +255,8 @@ def test_a_node_of_one_rank_that_waits_for_a_frozen_one_can_be_interrupted(numbe
         os.kill(frozen.pid, signal.SIGSTOP)
         time.sleep(1.0)  # the other one now waits in a collective
         os.kill(waiting.pid, number)  # asks for a checkpoint, which the frozen rank prevents
-        time.sleep(1.5)
+        wait_until(lambda: "once more ends at once" in run.logs[1].read_text())
+        time.sleep(TWICE_SECONDS + 0.5)
         os.kill(waiting.pid, number)
         waiting.join(10)
         assert waiting.exitcode == 128 + number

@@ -86,8 +86,9 @@ def test_a_slow_rank_is_stopped_again_and_again_and_the_others_are_not(rank, tmp
 
 
 WAITS = """
-import sys, time
+import pathlib, sys, time
 print("started", end="", flush=True)
+pathlib.Path(__file__).with_name("started-" + sys.argv[sys.argv.index("-i") + 1]).touch()
 time.sleep(0 if "-i 1" in " ".join(sys.argv) and "fails" in sys.argv else 60)
 sys.exit(3)
 """
@@ -98,11 +99,11 @@ def started(folder):
     script = folder / "waits.py"
     script.write_text(WAITS)
     command = start("python", PLAY, script, "-g", "1,1")
-    process, deadline = psutil.Process(command.process.pid), time.monotonic() + 30
-    while len(nodes := process.children()) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob("started-*"))) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(1.0)
-    return command, nodes
+    return command, psutil.Process(command.process.pid).children()
 
 
 def test_one_that_is_killed_ends_all_nodes(tmp_path):
