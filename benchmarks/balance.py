@@ -4,10 +4,10 @@
     balance.py [--repeat 3] [--only two,four,four-large,equal,changes] [--data-dir data]
 
 Each rank is a node of its own, in a control group that gives it a fraction of a core. With equal shares the slowest
-rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). It takes
-no note of what ranks on the same cores take from one another. `apart` does: each rank computes its share alone, all at
-the same time. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds in the middle of a
-run and shows how many steps the shares need to follow. Needs root, for the control groups.
+rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). It
+takes no note of the exchange of gradients, which takes as long whatever the shares: the last columns are what the
+exchange took of a balanced step. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds
+in the middle of a run and shows how many steps the shares need to follow. Needs root, for the control groups.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from benchmarks.machine import describe
 from common.launch.addresses import free_port
 
 FIRST_STEP = 20
-APART_SECONDS = 30
 TRAINERS = {
     "MNIST": ["mnist_ddp/mnist-distributed.py"],
     "BERT": [
@@ -39,8 +38,11 @@ TRAINERS = {
 }
 FOUR = (0.5, 0.5, 0.5, 0.2)  # a fraction below 0.2 is less than the kernel's shortest quota
 SPEEDS = {"two": (1.0, 0.25), "four": FOUR, "four-large": FOUR, "equal": (0.95, 0.95)}
-# The exchange takes a core's time in each step, whatever its samples: four times the samples, a fourth of its part.
-BATCHES = {"MNIST": {"four-large": 4096}, "BERT": {"four-large": 512}}
+# The exchange takes processor time on the slow rank too, whatever its samples: the more samples, the less of a step.
+LARGE = {
+    "MNIST": (15_000, ["--micro-batch", "1000", "--epochs", "50"]),
+    "BERT": (1536, ["--micro-batch", "128"]),
+}
 BATCH = {"MNIST": 1024, "BERT": 128}  # elsewhere
 
 
@@ -91,50 +93,28 @@ def measure(trainer: str, speeds: tuple[float, ...], flags: list[str]) -> tuple[
     return steps_per_second(rows), rows
 
 
-def apart(trainer: str, speeds: tuple[float, ...], shares: list[int], flags: list[str]) -> float:
-    """Steps per second where each rank computes its share alone, all at the same time, and nothing is exchanged."""
-    with fractions(speeds) as cores, tempfile.TemporaryDirectory() as folder:
-        pairs = enumerate(zip(cores, shares, strict=True))
-        endless = [*flags, "--epochs", "1000", "--max-steps", "100000"]
-        jobs = [
-            Job(trainer, [one], Path(folder) / str(number), [*endless, "--global-batch", str(share)])
-            for number, (one, share) in pairs
-        ]
-        while not all(rows and rows[-1]["step"] >= FIRST_STEP for rows in (job.rows() for job in jobs)):
-            if any(node.poll() for job in jobs for node in job.nodes):
-                sys.exit(f"balance.py: a run has failed:\n{[job.log.read_text() for job in jobs]}")
-            time.sleep(0.1)
-        before = [len(job.rows()) for job in jobs]
-        time.sleep(APART_SECONDS)
-        found = [job.rows()[start:] for job, start in zip(jobs, before, strict=True)]
-        for node in (node for job in jobs for node in job.nodes):
-            node.terminate()  # the run saves a checkpoint
-            node.wait()
-    samples = [share * _rate(rows[0], rows[-1]) for share, rows in zip(shares, found, strict=True)]
-    return sum(samples) / sum(shares)
-
-
-def compare(trainer: str, name: str, flags: list[str], repeat: int) -> list[dict]:
-    """Print a row of the table. Returns the rows of the last balanced run."""
-    speeds, found = SPEEDS[name], {"off": [], "auto": []}
-    batch = BATCHES[trainer].get(name, BATCH[trainer])
-    alone = []
+def compare(trainer: str, name: str, flags: list[str], repeat: int) -> None:
+    """Print a row of the table."""
+    speeds, found, exchanges = SPEEDS[name], {"off": [], "auto": []}, []
+    batch, more = LARGE[trainer] if name == "four-large" else (BATCH[trainer], [])
     for _ in range(repeat):
         for way in found:
-            rate, rows = measure(trainer, speeds, [*flags, "--global-batch", str(batch), "--balance", way])
+            rate, rows = measure(trainer, speeds, [*flags, *more, "--global-batch", str(batch), "--balance", way])
             found[way].append(rate)
-        alone.append(apart(trainer, speeds, rows[-1]["shares"], flags))
+        exchanges += [statistics.mean(row["communication_ms"]) for row in rows if row["step"] >= FIRST_STEP]
     equal, auto = (statistics.median(rates) for rates in found.values())
     ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
-    of_apart = statistics.median(b / a for a, b in zip(alone, found["auto"], strict=True))
     ceiling = sum(speeds) / (len(speeds) * min(speeds))
-    rates = [f"{one:.2f}" for one in (equal, auto, ratio, ceiling, ratio / ceiling, statistics.median(alone), of_apart)]
+    rates = [f"{one:.2f}" for one in (equal, auto, ratio, ceiling, ratio / ceiling)]
+    times = [f"{statistics.median(exchanges):.0f}", f"{1000 / auto:.0f}"]
     shares = " ".join(map(str, rows[-1]["shares"]))
-    print("| " + " | ".join([trainer, " ".join(map(str, speeds)), f"{batch:,}", *rates, shares]) + " |", flush=True)
-    return rows
+    print(
+        "| " + " | ".join([trainer, " ".join(map(str, speeds)), f"{batch:,}", *rates, *times, shares]) + " |",
+        flush=True,
+    )
 
 
-def follow(trainer: str, flags: list[str], before: tuple[float, float], after: tuple[float, float]) -> list[dict]:
+def follow(trainer: str, flags: list[str], before: tuple[float, float], after: tuple[float, float]) -> None:
     """Change the speeds in the middle of a run, and print when the shares have followed."""
     flags = [*flags, "--global-batch", str(BATCH[trainer]), "--balance", "auto"]
     with fractions(before) as cores, tempfile.TemporaryDirectory() as folder:
@@ -158,7 +138,6 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
         f"changes: {', '.join(str(row['step']) + ' ' + str(row['shares']) for row in changes)}",
         flush=True,
     )
-    return rows
 
 
 def main() -> None:
@@ -174,7 +153,7 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     names = "trainer", "speeds", "global batch", "equal: steps/s", "auto: steps/s", "ratio", "ceiling", "part of it"
-    names += "apart: steps/s", "part of it", "shares at the end"
+    names += "exchange: ms", "of a step of", "shares at the end"
     print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
     for name in (name for name in SPEEDS if name in only):
         for trainer in TRAINERS:

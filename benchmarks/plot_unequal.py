@@ -41,9 +41,10 @@ def main() -> None:
         color="lightgray",
     )
     speeds.axhline(1.0, color="black", linewidth=0.8)
-    speeds.set_xticks(places, [f"{row['trainer']}\n" + row["speeds"].replace(" ", "\n") for row in rows], fontsize=8)
+    names = [f"{row['trainer']}\n{row['global batch']}\n\n" + row["speeds"].replace(" ", "\n") for row in rows]
+    speeds.set_xticks(places, names, fontsize=8)
     speeds.set_ylabel("steps per second, times equal shares")
-    speeds.set_title("Ranks of different speed (cores)")
+    speeds.set_title("Ranks of different speed: global batch, cores")
     speeds.legend()
 
     rows = table("Steps per second on a link of 100 Mbit/s")

@@ -39,9 +39,11 @@ WAYS = {
     "every 50, 10 steps late": ["--sync-every", "50", "--sync-delay", "10"],
     "every 50, bf16": ["--sync-every", "50", "--compress", "bf16"],
     "every 25, bf16": ["--sync-every", "25", "--compress", "bf16"],
+    "every 100, bf16": ["--sync-every", "100", "--compress", "bf16"],
+    "every 100, bf16, 10 steps late": ["--sync-every", "100", "--compress", "bf16", "--sync-delay", "10"],
 }
 LIMITED = ["exact", "bf16", "powersgd:4", "every 50", "every 50, 10 steps late"]
-DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16", "every 50, 10 steps late"]
+DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16", "every 50, 10 steps late", "every 100, bf16"]
 # A guess: AdamW on each of two nodes sees half of the batch, with 1.41 times the noise, and might want larger steps.
 LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
 FIRST_STEP = 20
@@ -114,9 +116,9 @@ def speed(rows: list[dict]) -> tuple[float, float]:
     return steps / seconds, busy / seconds
 
 
-def only(ways: dict[str, list[str]], chosen: set[str]) -> list[tuple[str, list[str]]]:
+def only(ways: dict[str, list[str]], chosen: set[str]) -> dict[str, list[str]]:
     """The exact way, and those that are chosen; all of them where none is."""
-    return [(way, flags) for way, flags in ways.items() if not chosen or way == "exact" or way in chosen]
+    return {way: flags for way, flags in ways.items() if not chosen or way == "exact" or way in chosen}
 
 
 def show_bytes(flags: list[str], chosen: set[str]) -> None:
@@ -124,7 +126,7 @@ def show_bytes(flags: list[str], chosen: set[str]) -> None:
     print("| exchange | MB a step from nodea | of the exact | of the gradients |\n| --- | --- | --- | --- |")
     found, gradients = {}, 4 * 737_360 / 1e6  # of that model, in MB
     with hosts() as interface:
-        for way, more in only(WAYS, chosen):
+        for way, more in only(WAYS, chosen).items():
             one, many = (
                 measure([*flags, *more, "--global-batch", "32", "--micro-batch", "4"], n, interface)[0]
                 for n in (30, 130)
@@ -134,13 +136,13 @@ def show_bytes(flags: list[str], chosen: set[str]) -> None:
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def show_speed(flags: list[str], repeat: int, ways: list[str], steps: int, **link) -> None:
+def show_speed(flags: list[str], repeat: int, ways: list[str], **link) -> None:
     print(f"\n{link}\n\n| exchange | steps/s | times the exact | computing |\n| --- | --- | --- | --- |")
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     with hosts(**link) as interface:
         for _ in range(repeat):
             for way in ways:
-                found[way].append(speed(measure([*flags, *WAYS[way]], steps, interface)[1]))
+                found[way].append(speed(measure([*flags, "--global-batch", "64", *WAYS[way]], 220, interface)[1]))
     for way in ways:
         rate, busy = (statistics.median(values) for values in zip(*found[way], strict=True))
         ratio = statistics.median(a / b for (a, _), (b, _) in zip(found[way], found["exact"], strict=True))
@@ -158,7 +160,7 @@ def show_loss(flags: list[str], chosen: set[str]) -> None:
     others["every 50, 25 steps late"] = ["--sync-every", "50", "--sync-delay", "25"]
     others["exact, lr and clipping x 1.41"] = LARGER
     with hosts() as interface:
-        for way, more in only({**WAYS, **others}, chosen):
+        for way, more in only({**WAYS, **others}, chosen).items():
             with tempfile.TemporaryDirectory() as folder:
                 rows = train(Path(folder) / "job", [*RECIPE, *flags, *more], interface)
             loss = [row["loss"] for row in rows if row["kind"] == "eval"][-1]
@@ -170,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="bytes,100mbit,delay,loss")
-    parser.add_argument("--ways", default="", help="of bytes and loss: these beside the exact one, with ; between them")
+    parser.add_argument("--ways", default="", help="these beside the exact one, with ; between them")
     parser.add_argument("--cache-dir", type=Path, default=ROOT / "cache")
     args = parser.parse_args()
     parts, corpus = args.only.split(","), ["--cache-dir", str(args.cache_dir.resolve())]
@@ -179,9 +181,9 @@ def main() -> None:
     if "bytes" in parts:
         show_bytes(flags, chosen)
     if "100mbit" in parts:
-        show_speed([*flags, "--global-batch", "64"], args.repeat, LIMITED, 220, rate="100mbit")
+        show_speed(flags, args.repeat, list(only(WAYS, chosen)) if chosen else LIMITED, rate="100mbit")
     if "delay" in parts:
-        show_speed([*flags, "--global-batch", "64"], args.repeat, DELAYED, 220, delay_ms=20)
+        show_speed(flags, args.repeat, list(only(WAYS, chosen)) if chosen else DELAYED, delay_ms=20)
     if "loss" in parts:
         show_loss(corpus, chosen)
     print(f"\nMedian of {args.repeat}. {describe()}")
