@@ -4,7 +4,7 @@
     faults.py [--only kill,stop,...] [--runs mnist,two,bert] [--write docs/faults.md] [--keep logs]
 
 Each fault is injected into a run of MNIST's digits on `-n 3 -g 2,1,1` (`mnist`), nine of them on `-n 2 -g 3,1` (`two`),
-and nine into the pretraining of a small BERT on `-n 3 -g 2,1,1` (`bert`): all nodes on this machine, in float64, at the
+and ten into the pretraining of a small BERT on `-n 3 -g 2,1,1` (`bert`): all nodes on this machine, in float64, at the
 moment that the table names, or after 100 steps (BERT: 40). Seconds count from the fault: until the first line that
 names it, until those that are left have done the next optimizer steps (which are written every second), or until
 the last process has ended. `lost` counts the steps that are missing from metrics.jsonl, or whose loss differs from that
@@ -56,6 +56,7 @@ DO = {  # in the process itself
     "stalled for 60 s": "__import__('time').sleep(60)",
     "NaN in its loss": "loss_sum += float('nan')",
 }
+FORK_SERVER = "SIGKILL of its loaders' fork server"
 FROM_OUTSIDE = ("SIGSTOP", "SIGABRT", "SIGINT", "SIGTERM", "SIGUSR1")
 
 
@@ -67,6 +68,7 @@ class Fault:
     what: str  # a key of DO, or what is done from outside
     moment: str = "forward"
     rank: int = 0
+    flags: tuple[str, ...] = ()  # that it needs
 
 
 FAULTS = [
@@ -85,7 +87,7 @@ FAULTS = [
     *(Fault("supervisor", "SIGKILL of the supervisor", "any", rank) for rank in (0, 3)),
     *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
 ]
-FEW = [
+FEW = [  # of which BERT's runs have one more
     *(Fault("kill", "SIGKILL", "all-reduce", rank) for rank in (0, 3)),
     Fault("segv", "SIGSEGV", "forward", 0),
     Fault("exception", "exception", "forward", 3),
@@ -94,6 +96,9 @@ FEW = [
     Fault("supervisor", "SIGKILL of the supervisor", "any", 3),
     *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
 ]
+
+
+LOADERS = Fault("loaders", FORK_SERVER, "any", 3, ("--data-workers", "1"))
 
 
 @dataclass
@@ -119,7 +124,7 @@ BERT_FILES = BERT / "bert-distributed.py", BERT / "pretrain" / "train.py", TEXT,
 SUBJECTS = {
     "mnist": Subject("MNIST's digits, `-n 3 -g 2,1,1`", (2, 1, 1), *MNIST_FILES, FAULTS),
     "two": Subject("MNIST's digits, `-n 2 -g 3,1`", (3, 1), *MNIST_FILES, FEW),
-    "bert": Subject("BERT, pretraining, `-n 3 -g 2,1,1`", (2, 1, 1), *BERT_FILES, FEW),
+    "bert": Subject("BERT, pretraining, `-n 3 -g 2,1,1`", (2, 1, 1), *BERT_FILES, [*FEW, LOADERS]),
 }
 
 
@@ -177,6 +182,8 @@ def inject(fault: Fault, subject: Subject, job: PlayedRun, stamp: Path) -> float
     now = time.monotonic()
     if fault.what in FROM_OUTSIDE:
         worker.send_signal(signal.Signals[fault.what])
+    elif fault.what == FORK_SERVER:
+        next(one for one in worker.children() if "forkserver" in " ".join(one.cmdline())).kill()
     elif fault.what == "SIGKILL of the supervisor":
         job.nodes[node].send_signal(signal.SIGKILL)
     else:
@@ -188,7 +195,9 @@ def observe(fault: Fault, subject: Subject, elastic: bool, expected: dict[int, f
     with tempfile.TemporaryDirectory() as place:
         folder, seen = Path(place), Seen()
         script, stamp = script_with(fault, subject, folder)
-        job = PlayedRun(script, subject.gpus, folder / "run", *(["--elastic", 1] if elastic else []), *subject.flags)
+        job = PlayedRun(
+            script, subject.gpus, folder / "run", *(["--elastic", 1] if elastic else []), *subject.flags, *fault.flags
+        )
         try:
             began = inject(fault, subject, job, stamp)
             at, deadline = job.steps(), time.monotonic() + LIMIT_SECONDS

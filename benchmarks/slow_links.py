@@ -47,6 +47,8 @@ DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16", "every 50, 1
 # A guess: AdamW on each of two nodes sees half of the batch, with 1.41 times the noise, and might want larger steps.
 LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
 FIRST_STEP = 20
+# An outer step waits where an evaluation is due, so an epoch should be much longer than H: here 255 steps of 64 rows.
+LONGER_TEXT = ["--corpus", *["python-docs"] * 8]
 ADDRESSES = {"uneven-va": "10.77.0.1", "tund0": "10.78.0.1"}  # of nodea
 
 
@@ -142,7 +144,8 @@ def show_speed(flags: list[str], repeat: int, ways: list[str], **link) -> None:
     with hosts(**link) as interface:
         for _ in range(repeat):
             for way in ways:
-                found[way].append(speed(measure([*flags, "--global-batch", "64", *WAYS[way]], 220, interface)[1]))
+                all_flags = [*flags, *LONGER_TEXT, "--global-batch", "64", *WAYS[way]]
+                found[way].append(speed(measure(all_flags, 220, interface)[1]))
     for way in ways:
         rate, busy = (statistics.median(values) for values in zip(*found[way], strict=True))
         ratio = statistics.median(a / b for (a, _), (b, _) in zip(found[way], found["exact"], strict=True))

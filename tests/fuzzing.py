@@ -28,9 +28,9 @@ from bert_ddp.text import shards, vocabulary
 from common.compare import __main__ as comparison
 from common.compare.run import read_run
 from common.errors import ExplainedError, UserError
+from common.join.elastic.standby import Standby
 from common.join.leader import Leader
 from common.join.secret import seal
-from common.join.standby import Standby
 from common.launch import cli, values
 from common.launch.detect import layout_from
 from common.launch.layout import Layout

@@ -6,8 +6,8 @@ import time
 import psutil
 import pytest
 
+from common.join.elastic.standby import reach
 from common.join.handshake import leader_in
-from common.join.standby import reach
 from common.join.store import connect
 from common.join.waiting import poll
 from common.record.plots import spans_of_members

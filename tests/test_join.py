@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from common.join.standby import reach, reach_unless_dead
+from common.join.elastic.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
 from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start, write_trainer

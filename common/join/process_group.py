@@ -20,10 +20,11 @@ import torch.distributed as dist
 from common.errors import ExplainedError, RankLost, UserError, before_exit
 from common.join import devices, network
 from common.join.connections import Connections
+from common.join.elastic.members import enter, meet_again, open_members, surviving
+from common.join.elastic.membership import CONNECT_ATTEMPTS, LetIn, Membership
 from common.join.handshake import RunUnderWay, shake_hands
 from common.join.leader import LINGER_SECONDS
 from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store
-from common.join.members import CONNECT_ATTEMPTS, LetIn, Membership, open_members
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -168,7 +169,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     group = Group(worker, device, backend, joined.views, joined.store, address, options, members=members)
     connections = Connections()
     lost = (
-        members.surviving(worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined))
+        surviving(members, worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined))
         if members
         else naming_lost_rank(worker, joined.views, joined.store, connections)
     )
@@ -260,14 +261,14 @@ def _join_members(
                 return join(worker, options, opened, device, backend, problem, members=members)
         except RunUnderWay as run:
             leader = run.leader
-        raise members.enter(leader)
+        raise enter(members, leader)
     soon = replace(options, join_timeout_seconds=min(options.join_timeout_seconds, REJOIN_SECONDS))
     try:
         return join(worker, soon, opened, device, backend, problem, members.generation, members)
     except (RankLost, RuntimeError) as error:
         if not (isinstance(error, RankLost) or is_contact_lost(error)):
             raise
-    raise members.meet(lambda states: "a member was lost while the ranks joined")
+    raise meet_again(members, "a member was lost while the ranks joined")
 
 
 def _name_interface(options: JoinOptions, own_address: str) -> None:

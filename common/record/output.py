@@ -9,7 +9,7 @@ import torch
 
 from common.console import say
 from common.errors import RunError
-from common.join.members import Membership
+from common.join.elastic.membership import Membership
 from common.join.process_group import Group
 from common.join.view import places
 from common.launch.options import RunOptions

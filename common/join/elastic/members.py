@@ -1,0 +1,141 @@
+"""Members that come and go (--elastic): how a process becomes one, and what it does when another one is lost.
+
+The time between two changes of the members is a *generation*. Each process serves a small store of its own, its
+*standby* (standby.py), whose address all members learn in the handshake. When a rank is lost, the survivors meet at the
+standby of the lowest rank that is left, which leads (change.py). When a process comes (back), it waits at the standby
+of the rank that leads, which lets it in between two steps (lookout.py).
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from common.console import say
+from common.errors import MembersChanged, RankLost, RunError
+from common.join import ended, network
+from common.join.connections import Connections
+from common.join.elastic.change import attend, follow, meet
+from common.join.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
+from common.join.elastic.membership import ADDRESSES, LetIn, Membership, address_of
+from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, SILENT, Standby, reach
+from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
+from common.join.store import OpenStore, open_store
+from common.join.view import places
+from common.join.waiting import poll
+from common.launch.addresses import host_and_port
+from common.launch.layout import Worker
+from common.launch.options import JoinOptions
+
+CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
+NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up
+
+
+def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membership]:
+    """Where to join, and this process's membership. Raises MembersChanged where it was let into a run under way."""
+    if worker.membership:
+        return worker.membership.opened, worker.membership
+    if worker.board and worker.board.leader:  # other workers of this node are members
+        standby = Standby(network.own_address(options.interface), options.secret)
+        raise enter(Membership(worker, options, standby), worker.board.leader)
+    opened = open_store(worker, options)
+    here, host = opened.own_address, host_and_port(worker.layout.init_method)[0]
+    if worker.layout.nodes != 1 and _is_loopback(here) and not _is_loopback(host):
+        here = network.own_address(options.interface)  # node 0's workers reach the store by loopback, the others do not
+    return opened, Membership(worker, options, Standby(here, options.secret), opened=opened, main=opened.store)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def enter(members: Membership, leader: str) -> MembersChanged:
+    """Wait at the standby of the rank that leads until it lets this process in."""
+    original, seconds, began = members.original, members.options.join_timeout_seconds, time.monotonic()
+    say("the run is under way: waiting to be let in between two steps", original.rank)
+    members.leaders, heard = [leader], began
+    while (left := seconds - (time.monotonic() - began)) > 0:
+        board = original.board  # which other workers of this node keep up to date
+        known = [leader_at(original.layout.init_method), board.leader if board else "", *members.leaders]
+        for address in dict.fromkeys(known):
+            store = reach(address) if address else None
+            if store is not None:
+                heard = time.monotonic()
+                with suppress(RuntimeError, ValueError):  # its process has ended: another one leads
+                    if store.check([ADDRESSES]):
+                        members.leaders = json.loads(store.get(ADDRESSES))
+                    if verdict := attend(members, store, left):
+                        change = follow(members, store, verdict)
+                        _say_where_the_log_is(change.worker, verdict["members"][0])
+                        return change
+        if time.monotonic() - heard > NOBODY_SECONDS:
+            raise RunError("no member of the run answers any more: has it ended? See the logs of the other nodes")
+        time.sleep(LOOK_SECONDS)
+    raise RunError(f"the members of the run have let nobody in for {seconds:.0f} s (--join-timeout): see their log")
+
+
+def _say_where_the_log_is(worker: Worker, leader: dict) -> None:
+    if worker.local_rank == 0:
+        say(f"let in; the log of the run is that of {places([{**leader, 'rank': 0, 'nodes': 1}])}", worker.rank)
+
+
+def meet_again(members: Membership, why: str) -> MembersChanged:
+    """After a member was lost while a generation joined. `why` is the cause that the log will name."""
+    if not members.views:  # this process was let in, but has never worked
+        return enter(members, members.leaders[0])
+    return meet(members, lambda states: why)
+
+
+@contextmanager
+def surviving(
+    members: Membership,
+    worker: Worker,
+    views: list[dict],
+    store: dist.Store,
+    connections: Connections,
+    leave: Callable[[], None],
+) -> Iterator[None]:
+    """Use while the members of a generation work, whose `views` are by rank. Raises MembersChanged after a rank was
+    lost, and where members are to change. `leave` leaves the process group in order."""
+    members.work_with(worker.rank, views)
+    if worker.board:
+        worker.board.leader = address_of(views[0])
+    try:
+        with looking_out(members, connections):
+            yield
+    except LetIn:
+        leave()
+        change = meet(members)
+    except Exception as error:
+        if not (is_contact_lost(error) or isinstance(error, RankLost)):
+            if getattr(error, "same_on_every_rank", False):
+                dismiss(members)
+            else:
+                cause = ended.cause_of(error)
+                within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
+            raise
+        connections.close()  # the other ranks, which may wait for this one, notice it now
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        late = any(sign in str(error) for sign in TIMEOUTS)
+        change = meet(members, lambda states: _why(states, views, store), late)
+    else:
+        dismiss(members)
+        return
+    raise change
+
+
+def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:
+    """What has happened to these ranks, in words."""
+    if not states:
+        return "a connection was lost"
+
+    def posted() -> dict[int, str]:
+        return poll(lambda: states.keys() <= (found := ended.posted(store)).keys() and found, CAUSE_SECONDS) or {}
+
+    causes = within(ANSWER_SECONDS, posted) or {}
+    silent = {SILENT: "does not answer", ALIVE: "did not stop its step within --timeout"}
+    words = {rank: causes.get(rank) or silent.get(state, "") for rank, state in states.items()}
+    return f"lost {places(views[rank] for rank in sorted(states))}: {in_words(words)}"
