@@ -162,6 +162,9 @@ def show_loss(flags: list[str], chosen: set[str]) -> None:
         others[f"every {steps}, lr and clipping x 1.41"] = ["--sync-every", steps, *LARGER]
     others["every 50, 25 steps late"] = ["--sync-every", "50", "--sync-delay", "25"]
     others["exact, lr and clipping x 1.41"] = LARGER
+    others["exact, half of the batch, as many steps"] = ["--global-batch", "16", "--epochs", "10"]
+    others |= {f"{way}, four times as long": [*WAYS[way], "--epochs", "80"] for way in ("exact", "every 50")}
+    others |= {f"{way}, lr x 2": [*WAYS[way], "--lr", "4e-3"] for way in ("exact", "every 50")}
     with hosts() as interface:
         for way, more in only({**WAYS, **others}, chosen).items():
             with tempfile.TemporaryDirectory() as folder:
