@@ -1,5 +1,6 @@
 """Batches of any structure, and fingerprints of any data set."""
 
+import gc
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BatchEncoding
 
 from common.errors import UserError
+from common.launch.worker import clear_frames
 from common.uneven.batches import micro_batches, move, rows_in, take_rows
 from common.uneven.loading import dataset_fingerprint, part_loader
 from common.uneven.sampling import Indices
@@ -139,3 +141,29 @@ def test_a_collate_function_with_a_generator_of_its_own_is_refused():
 
     with pytest.raises(UserError, match="the collate function noisy draws random numbers"):
         next(iter(part_loader(LABELS, [Indices([1, 2])], collate=noisy)))
+
+
+class Lost(Exception):
+    """As MembersChanged, raised out of a frame that holds it."""
+
+
+def lose_a_rank(processes):
+    loader = DataLoader(range(8), batch_size=2, **worker_options(1, torch.device("cpu")))
+    batches = iter(loader)
+    next(batches)
+    processes += batches._workers
+    try:
+        raise RuntimeError("a connection was lost")
+    except RuntimeError as error:
+        lost = Lost(error)  # a circle: the frame, its exception, the traceback, the frame
+    raise lost
+
+
+def test_processes_of_a_loader_end_by_themselves_when_the_members_change():
+    processes = []
+    try:
+        lose_a_rank(processes)
+    except Lost as lost:
+        clear_frames(lost)
+    gc.collect()
+    assert [process.exitcode for process in processes] == [0]  # torch ends those with SIGTERM that do not end in 5 s

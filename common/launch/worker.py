@@ -90,9 +90,18 @@ def _train(target: str, worker: Worker, args: Namespace) -> None:
             return function(worker, flags)
         except MembersChanged as change:
             worker = change.worker
-        gc.collect()  # what the frames of the last call still hold, in circles
+            clear_frames(change)
+        gc.collect()  # what the last call still holds, in circles
         flags = cli.after_change(args, worker.originals, started)
         name_worker(worker)
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of the last call hold, loaders among them. If the garbage collector did it, each of
+    their processes would take five seconds to end: it closes their queues before torch tells them to."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _explain(worker: Worker, error: BaseException) -> int:
