@@ -45,6 +45,7 @@ def main() -> None:
     speeds.set_xticks(places, names, fontsize=8)
     speeds.set_ylabel("steps per second, times equal shares")
     speeds.set_title("Ranks of different speed: global batch, cores")
+    speeds.set_ylim(top=1.25 * max(float(row["ceiling"]) for row in rows))  # room for the legend
     speeds.legend()
 
     rows = table("Steps per second on a link of 100 Mbit/s")
