@@ -28,7 +28,7 @@ from common.launch.replacing import Board, Replacing
 from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
 
-GRACE_SECONDS = 5.0  # after one worker has failed, for the others to print their last line
+GRACE_SECONDS = 10.0  # after one worker has failed, for the others to end: rank 0 stays four seconds for late nodes
 COMPLETE_SECONDS = 20.0  # after one has ended well, for the others
 TELL_SECONDS = 1.0  # for the store to take the cause of an end
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
@@ -179,6 +179,9 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
             so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
             say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)
             return first_failure or 1
+    if first_failure and running:
+        who = " and ".join(process.name for process in running)
+        say(f"error: {who} did not end within {GRACE_SECONDS:.0f} s of another worker's failure; ending it", error=True)
     return first_failure or left_out
 
 
