@@ -11,6 +11,7 @@ from common.launch.options import SaveEvery
 SECONDS = {"m": 60.0, "h": 3600.0}  # of the units of --save-every
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # of bits and bytes
 LATENCIES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MOST_RANKS = 100_000  # which 100000x1 gives in a few characters; more would only fill the memory
 
 
 def _number(kind: Callable[[str], Any], text: str, allowed: str, condition: Callable[[Any], bool]) -> Any:
@@ -91,7 +92,7 @@ def shares(text: str) -> tuple[float, ...]:
     if not weights or min(weights) < 0 or not 0 < sum(weights) < math.inf:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: name a weight of 0 or more for each rank, one of them above 0, such as 4,4,1 or "
-            "8x1,2x0.5"
+            f"8x1,2x0.5, for at most {MOST_RANKS} ranks"
         )
     return weights
 
@@ -126,7 +127,7 @@ def micro_batch(text: str) -> int | tuple[int, ...] | str:
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: give a whole number of 1 or more, such as 32, or one for each rank, such as "
-            "32,32,16 or 8x32,2x16, or auto"
+            f"32,32,16 or 8x32,2x16, for at most {MOST_RANKS} ranks, or auto"
         )
     return sizes if "," in text or "x" in text else sizes[0]
 
@@ -144,13 +145,13 @@ def compression(text: str) -> str:
 
 
 def _by_rank(text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    """8x1.0,2x0.5 as ten numbers; nothing where the text is something else."""
+    """8x1.0,2x0.5 as ten numbers; nothing where the text is something else, or names more than MOST_RANKS."""
     numbers: list[Any] = []
     try:
         for part in text.split(","):
             times, by, number = part.rpartition("x")
             count = int(times) if by else 1
-            if count < 1:
+            if not 1 <= count <= MOST_RANKS - len(numbers):
                 return ()
             numbers += [kind(number)] * count
     except ValueError:
