@@ -1,6 +1,7 @@
 """Joining: whatever does not fit is named on every node, within seconds, by node, field and both values."""
 
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -13,7 +14,8 @@ import pytest
 from common.join.elastic.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
-from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, start, write_trainer
+from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, run, start, write_trainer
+from tests.test_hello import HELLO
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -147,6 +149,16 @@ def test_node_0_prints_the_command_of_each_other_node(tmp_path):
     command = next(line for line in nodes[0].output.splitlines() if "on node 1 run:" in line)
     assert "-i 1 --master-addr 127.0.0.1 --master-port" in command
     assert "--out-dir" not in command
+
+
+@pytest.mark.parametrize("program", [(HELLO.relative_to(ROOT),), ("-m", "common.hello")], ids=["by path", "-m"])
+def test_the_command_that_node_0_prints_starts_node_1_as_it_stands(program):
+    layout = ["-n", 2, "-g", "1,1", "--device", "cpu", "--join-timeout", 60]
+    first = start("python", *program, *layout, "-i", 0, "--interface", "lo", "--master-port", free_port(), cwd=ROOT)
+    line = first.process.stdout.readline()
+    second = run(*shlex.split(line.partition("run: ")[2]), cwd=ROOT)
+    assert second.code == 0, line + second.output
+    assert first.result().code == 0
 
 
 @pytest.mark.parametrize("backend, message", [

@@ -25,6 +25,7 @@ from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
+from common.version import ROOT
 
 SAY_EVERY_SECONDS = 4.0
 ANSWER_SECONDS = 6.0  # in which a store answers its first request; torch may wait 5 s for a name server in it
@@ -237,16 +238,26 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
 
 
 def _command_for(node: int, address: str, port: int) -> str:
-    """The command line of this process as another node must type it, by its name if PATH finds it there."""
+    """The command line of this process as another node must type it."""
     ours = ("-i", "--node-rank", "--master-addr", "--master-port", "--interface", "--out-dir")
     kept, skip = [], False
     for part in sys.argv[1:]:
         if not skip and part.partition("=")[0] not in ours and not re.fullmatch(r"-i\d+", part):
             kept.append(part)
         skip = part in ours
-    name = Path(sys.argv[0]).name
-    program = name if shutil.which(name) == sys.argv[0] else sys.argv[0]
-    return shlex.join([program, *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
+    return shlex.join([*_program(), *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
+
+
+def _program() -> list[str]:
+    """How to start this program: by its name if PATH finds it there, otherwise with the Python that runs here."""
+    script, python = Path(sys.argv[0]), Path(sys.executable)
+    if shutil.which(script.name) == sys.argv[0]:
+        return [script.name]
+    in_folder = python.is_relative_to(Path.cwd())  # a checkout's own, which is there on the other node too
+    start = [str(python.relative_to(Path.cwd()) if in_folder else python)]
+    if script.name == "__main__.py" and script.is_relative_to(ROOT):
+        return [*start, "-m", ".".join(script.parent.relative_to(ROOT).parts)]
+    return [*start, sys.argv[0]]
 
 
 def _holder(host: str, port: int) -> str:
