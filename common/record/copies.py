@@ -37,14 +37,16 @@ def ranks_with_copies(group: Group, folder: Path, resume: str | None) -> list[in
         except OSError as error:
             can_write = False
             say(f"{folder} cannot be written ({error.strerror}): no copies of the run's files here", group.worker.rank)
-    dist.barrier()
-    seen = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    known: list = [None] * group.worker.world_size
-    state = (sorted(seen), can_write, (folder / "metrics.jsonl").exists(), _newest(folder) if is_first else 0)
-    dist.all_gather_object(known, state)
-    if is_first:
-        with contextlib.suppress(OSError):
-            mine.unlink()
+    try:
+        dist.barrier()
+        seen = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        known: list = [None] * group.worker.world_size
+        state = (sorted(seen), can_write, (folder / "metrics.jsonl").exists(), _newest(folder) if is_first else 0)
+        dist.all_gather_object(known, state)
+    finally:
+        if is_first:
+            with contextlib.suppress(OSError):
+                mine.unlink()
     alone = [rank for rank in first_of_nodes if rank and known[rank][1] and not _share(known, probe.name, rank)]
     if not group.members.generation:
         for rank in alone:

@@ -11,14 +11,23 @@ from common.join.waiting import poll
 SECONDS = 10.0  # that the processes of a run that was killed may take to end
 
 
-def lock(folder: Path) -> IO[str]:
+def lock(folder: Path, takes_over: bool = False) -> IO[str]:
     """The file that locks `folder` for as long as it is open: until this process ends, by whatever means.
+
+    With `takes_over`, who still holds the lock was a member of this run and is lost (--elastic), such as a process that
+    is frozen on another machine. Then a new lock takes its place.
 
     Raises UserError where another run holds the lock, and OSError where the folder cannot be written. Some network file
     systems know no locks; then nothing is locked.
     """
     file = (folder / ".lock").open("a")
     if os.name != "nt" and not poll(lambda: _is_locked(file), SECONDS):
+        if takes_over:
+            aside = folder / f".lock-{os.getpid()}"
+            file = aside.open("a")
+            _is_locked(file)
+            aside.replace(folder / ".lock")
+            return file
         raise UserError(
             f"--out-dir {folder}: another run is writing there at this moment: wait for it, or end its processes: "
             f"their hosts and pids are in {folder / 'run.json'}"

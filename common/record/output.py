@@ -62,7 +62,8 @@ class Output:
         try:
             if options.tensorboard and not is_copy:
                 told.append(TensorBoard(folder / "tensorboard", first_step))
-            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told))
+            goes_on = group.members is not None and group.members.generation > 0
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), goes_on)
             if not is_copy:
                 run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:

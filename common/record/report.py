@@ -158,6 +158,8 @@ class Report:
         if self.group.members:
             held = self.group.members.held
             held.step, held.noted = step, self.noted
+            if self.lets_in and self.has_saved:  # a trainer that has not called end_if_interrupted after its checkpoint
+                self.group.let_in()
 
     @property
     def is_due(self) -> bool:
@@ -269,7 +271,7 @@ class Report:
     def checkpoint_is_due(self, step: int, epoch_ends: bool = False) -> bool:
         """True when an epoch's end, --save-every or a signal has asked for a checkpoint since the last one; the same on
         every rank."""
-        if (self.is_interrupted or self.lets_in) and self.has_saved:
+        if self.is_interrupted and self.has_saved:
             self.end_if_interrupted(step - 1)  # for a trainer that has not called it after its checkpoint
         is_due = epoch_ends or self.is_interrupted or self.lets_in
         is_due = is_due or self.options.save_every.is_due(step, self.unsaved_seconds)
