@@ -3,7 +3,8 @@
 That does not show which rank has died: a survivor that ends closes its connections too. So each survivor posts that it
 is there, looks up the processes of its own machine, and reads what others have posted (ended.py):
 
-lost/survivor/RANK    what this rank's error says, as JSON
+lost/survivor         counts the survivors that have posted
+    /survivor/N       one of them: its rank, and what its error says, as JSON
     /left             counts the survivors that no longer need the store
 """
 
@@ -99,7 +100,9 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, conne
 
 def is_contact_lost(error: BaseException) -> bool:
     """True for an error that torch raises because another rank, or the store, does not answer."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_CONTACT)
+    text = str(error)
+    is_loader = text.startswith("DataLoader")  # which has a timeout of its own
+    return isinstance(error, RuntimeError) and not is_loader and any(sign in text for sign in LOST_CONTACT)
 
 
 def _host_of_store(worker: Worker) -> str:
@@ -122,6 +125,9 @@ class _Search:
         peers = re.findall(r"\[([0-9a-fA-F.:]+)\]:\d+", reason)  # gloo names the other end of the connection
         self.known = {"peer": peers[-1] if peers else "", "late": any(sign in reason for sign in TIMEOUTS)}
         self.lost: list[int] = []
+        self.survivors: dict[int, dict] = {}  # what each has posted, by rank
+        self.unread: set[int] = set()  # numbers of posts that have been begun
+        self.counted = 0
         self.began = time.monotonic()
 
     def run(self) -> str:
@@ -138,7 +144,8 @@ class _Search:
 
     def _search(self) -> str:
         try:
-            self.store.set(f"lost/survivor/{self.worker.rank}", json.dumps(self.known))
+            number = self.store.add("lost/survivor", 1)
+            self.store.set(f"lost/survivor/{number}", json.dumps({"rank": self.worker.rank, **self.known}))
             poll(lambda: self._find_ended() or self._has_waited, SEARCH_SECONDS)
             if causes := self._find_ended():
                 self.lost = sorted(causes)
@@ -150,30 +157,34 @@ class _Search:
     @property
     def _has_waited(self) -> bool:
         """Has a survivor waited for --timeout, and have all had a second since then to post?"""
-        return time.monotonic() - self.began > SEARCH_LATE_SECONDS and any(one["late"] for one in self._posted.values())
+        is_late = any(one["late"] for one in self._read_survivors().values())
+        return is_late and time.monotonic() - self.began > SEARCH_LATE_SECONDS
 
-    @property
-    def _posted(self) -> dict[int, dict]:
-        """What each survivor's error says, by rank."""
-        ranks = [rank for rank in range(self.worker.world_size) if self._is_survivor(rank)]
-        return {rank: json.loads(self.store.get(f"lost/survivor/{rank}")) for rank in ranks}
+    def _read_survivors(self) -> dict[int, dict]:
+        """What each survivor's error says, by rank. Each is read once: a request takes long on a slow link."""
+        count = self.store.add("lost/survivor", 0)
+        self.unread |= set(range(self.counted + 1, count + 1))
+        self.counted = count
+        for number in sorted(self.unread):
+            if self.store.check([f"lost/survivor/{number}"]):
+                one = json.loads(self.store.get(f"lost/survivor/{number}"))
+                self.survivors[one["rank"]] = one
+                self.unread.discard(number)
+        return self.survivors
 
     def _find_ended(self) -> dict[int, str]:
         """The ranks that have ended, though they had not lost contact themselves, and why."""
         space = self.views[self.worker.rank]["pid_space"]
         here = [view["rank"] for view in self.views if view["pid_space"] == space]
         gone = [rank for rank in here if not self._runs_here(rank)]
-        causes = ended.posted(self.store)
-        unexplained = [rank for rank in gone if not self._is_survivor(rank) and rank not in causes]
+        causes, survivors = ended.posted(self.store), self._read_survivors()
+        unexplained = [rank for rank in gone if rank not in survivors and rank not in causes]
         if unexplained:
             if time.monotonic() - self.began < CAUSE_SECONDS:
                 return {}  # its supervisor may post the cause
             for rank in unexplained:
                 ended.post(self.store, rank, "")
-        return {rank: cause for rank, cause in ended.posted(self.store).items() if not self._is_survivor(rank)}
-
-    def _is_survivor(self, rank: int) -> bool:
-        return self.store.check([f"lost/survivor/{rank}"])
+        return {rank: cause for rank, cause in ended.posted(self.store).items() if rank not in self._read_survivors()}
 
     def _runs_here(self, rank: int) -> bool:
         """True if this process can see that the rank's process runs."""
@@ -182,7 +193,7 @@ class _Search:
 
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
-        posted = self._posted
+        posted = self._read_survivors()
         peers, late = {one["peer"] for one in posted.values()}, any(one["late"] for one in posted.values())
         silent = [rank for rank in range(self.worker.world_size) if rank not in posted]
         if not late:  # a connection was closed, which a process that runs does not do: it has not noticed yet
