@@ -55,6 +55,7 @@ DO = {  # in the process itself
     "held interpreter lock": HOLD,
     "stalled for 60 s": "__import__('time').sleep(60)",
     "NaN in its loss": "loss_sum += float('nan')",
+    "SIGSTOP by itself": "__import__('os').kill(__import__('os').getpid(), 19)",
 }
 FORK_SERVER = "SIGKILL of its loaders' fork server"
 FROM_OUTSIDE = ("SIGSTOP", "SIGABRT", "SIGINT", "SIGTERM", "SIGUSR1")
@@ -84,6 +85,7 @@ FAULTS = [
     *(Fault("signal", name, "any", 3) for name in ("SIGINT", "SIGTERM", "SIGUSR1")),
     Fault("nan", "NaN in its loss", "optimizer", 3),
     *(Fault("stop", "SIGSTOP", "any", rank) for rank in (0, 3)),
+    Fault("stop-save", "SIGSTOP by itself", "checkpoint", 0),
     *(Fault("supervisor", "SIGKILL of the supervisor", "any", rank) for rank in (0, 3)),
     *(Fault("node", "SIGKILL of all of its node", "any", rank) for rank in (0, 3)),
 ]

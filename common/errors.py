@@ -65,3 +65,8 @@ def before_exit(error: BaseException, action: Callable[[], None]) -> None:
     The error is printed first because a launcher that sees another rank end may kill this one while it waits.
     """
     error.before_exit = action  # type: ignore[attr-defined]
+
+
+def is_known_to_all(error: ExplainedError) -> bool:
+    """True where the run ends with this error. False for one that only this rank has met."""
+    return error.same_on_every_rank or isinstance(error, RunEnded) or hasattr(error, "before_exit")

@@ -272,3 +272,22 @@ def test_a_reader_that_goes_away_does_not_make_a_finished_run_fail(ranks, tmp_pa
     result = start("bash", "-c", command, PYTHONUNBUFFERED=None).result()
     assert result.code == 0, result.output
     assert len(result.output.splitlines()) == 1, result.output
+
+
+WRITES = """
+def write():
+    time.sleep(13)
+    (FOLDER / "written").touch()
+
+if worker.is_main:
+    group.at_end.callback(write)
+raise RunError("the loss of step 1 is nan", same_on_every_rank=True)
+"""
+
+
+def test_a_rank_that_still_writes_when_the_run_ends_is_waited_for_and_says_why_it_ended(tmp_path):
+    script = write_trainer(tmp_path, WRITES)
+    (result,) = playing(script, [Node(["-g", 2, "--device", "cpu"])], tmp_path).results()
+    assert result.code == 1 and (tmp_path / "written").exists(), result.output
+    assert "waiting for rank 0 to write" in result.output
+    assert "error: the loss of step 1 is nan" in result.output

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 
 class Connections:
@@ -25,11 +26,24 @@ class Connections:
 
     def close(self) -> None:
         """Shut them down: this rank's collectives fail now, and then those of the ranks that wait for it."""
-        for connection in self.ours & _established():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as same:
-                # gloo closes its sockets when one fails: another connection may have got this number meanwhile
-                if same.getpeername()[:2] == connection.raddr and same.getsockname()[:2] == connection.laddr:
-                    same.shutdown(socket.SHUT_RDWR)
+        _shut_down(self.ours & _established())
+
+
+def cut_off(store: dist.Store) -> None:
+    """Shut down this process's connections to a store that does not answer, so that the requests to it fail which would
+    wait for ever."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        _shut_down({one for one in _established() if one.raddr.port == store.port})
+
+
+def _shut_down(connections: set[Any]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as same:
+            # gloo closes its sockets when one fails: another connection may have got this number meanwhile
+            if same.getpeername()[:2] == connection.raddr and same.getsockname()[:2] == connection.laddr:
+                same.shutdown(socket.SHUT_RDWR)
 
 
 def _established() -> set[Any]:

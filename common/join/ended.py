@@ -9,7 +9,7 @@ import json
 import torch.distributed as dist
 
 from common.errors import ExplainedError
-from common.join.store import connect
+from common.join.store import connect, split
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 
@@ -41,11 +41,18 @@ def cause_of(error: BaseException) -> str:
 
 
 def tell(worker: Worker, cause: str) -> None:
-    """Post why a worker has ended, from its supervisor, where the job's own store can be reached."""
+    """Post why a worker has ended, from its supervisor, where the job's own store can be reached: that of the rank that
+    leads, once members have changed, otherwise that of --master-addr."""
     layout = worker.layout
     if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
         return
     host, port = host_and_port(layout.init_method)
-    store = connect("127.0.0.1" if host == "0.0.0.0" else host, port, CONNECT_SECONDS)
-    if store is not None and store.check([CURRENT]):
-        post(dist.PrefixStore(store.get(CURRENT).decode(), store), worker.rank, cause)
+    places = [("127.0.0.1" if host == "0.0.0.0" else host, port)]
+    if worker.board.leader:
+        places.insert(0, split(worker.board.leader))
+    for host, port in places:
+        store = connect(host, port, CONNECT_SECONDS, gives_up=True)
+        if store is not None and store.check([CURRENT]):
+            rank = worker.board.rank_of(worker)
+            post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause)
+            return

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from common.errors import ExplainedError, RankLost, UserError, before_exit
 from common.join import devices, network
-from common.join.connections import Connections
+from common.join.connections import Connections, cut_off
 from common.join.elastic.members import enter, meet_again, open_members, surviving
 from common.join.elastic.membership import CONNECT_ATTEMPTS, LetIn, Membership
 from common.join.handshake import RunUnderWay, shake_hands
@@ -31,6 +31,7 @@ from common.join.view import difference, node_of, view_of
 from common.join.waiting import limit, poll
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
+from common.launch.replacing import FINISHES, WORKS
 
 LEAVE_SECONDS = 10.0
 REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all there
@@ -116,10 +117,15 @@ class Group:
         """
         rounds = itertools.count()
 
+        instead = (lambda: cut_off(self.store)) if self.members else None
+
         def count() -> Iterator[int]:
             key = f"{name}/{next(rounds)}"
             while True:
-                yield self.store.add(key, 1) - 1
+                most = self.options.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"
+                with limit(*most, instead=instead):
+                    number = self.store.add(key, 1) - 1
+                yield number
 
         return count
 
@@ -144,7 +150,8 @@ class Group:
     def _turn(self, what: str) -> Turn:
         name = f"{what}/{len(self.turns)}"
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
-        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits)
+        goes_on = self.members is not None
+        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits, goes_on)
         return turn
 
 
@@ -169,11 +176,11 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     group = Group(worker, device, backend, joined.views, joined.store, address, options, members=members)
     connections = Connections()
     lost = (
-        surviving(members, worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined))
+        surviving(members, worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined, members))
         if members
         else naming_lost_rank(worker, joined.views, joined.store, connections)
     )
-    with group.at_end, lost:  # a rank that is lost is named before what is left is closed
+    with _finishing(group), lost:  # a rank that is lost is named before what is left is closed
         with members.connecting() if members else contextlib.nullcontext():
             connect(worker, options, device, backend, joined, members)
         connections.note()
@@ -183,9 +190,23 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
             if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
                 before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
             raise
-        disconnect(worker, joined)
+        disconnect(worker, joined, members)
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _finishing(group: Group) -> Iterator[None]:
+    """Close what is to be closed when the group ends; the supervisor of this node waits for that."""
+    worker = group.worker
+    if worker.board:
+        worker.board.note(worker, WORKS)
+    with group.at_end:
+        try:
+            yield
+        finally:
+            if worker.board:
+                worker.board.note(worker, FINISHES)
 
 
 def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str]:
@@ -234,7 +255,8 @@ def join(
             problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
-    with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)"):
+    instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
+    with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
         verdict = shake_hands(worker, *where, elastic=members is not None)
     own = opened.own_address
@@ -326,11 +348,12 @@ def _forget_failed_group() -> None:
     dist.destroy_process_group()
 
 
-def disconnect(worker: Worker, joined: Joined) -> None:
+def disconnect(worker: Worker, joined: Joined, members: Membership | None = None) -> None:
     """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
     connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
     follow."""
-    with limit(3 * LEAVE_SECONDS, worker.rank, "leaving the process group"):
+    instead = (lambda: cut_off(joined.store)) if members else None
+    with limit(3 * LEAVE_SECONDS, worker.rank, "leaving the process group", instead=instead):
         joined.store.add("done", 1)
         poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
         dist.destroy_process_group()

@@ -206,6 +206,12 @@ def _is_refused(host: str, port: int) -> bool:
     return False
 
 
+def split(address: str) -> tuple[str, int]:
+    """Host and port of a store's address, such as "10.0.0.1 4711". Raises ValueError."""
+    host, _, port = address.rpartition(" ")
+    return host, int(port)
+
+
 def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: float, until: float) -> tuple[str, str]:
     """Wait until something listens at host:port, and say so; `time.monotonic()` is `until` when `timeout_seconds` are
     over. Returns (our address, its) of that connection."""

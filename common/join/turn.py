@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
+from common.join.connections import cut_off
 from common.join.lost import is_contact_lost
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
@@ -36,8 +37,9 @@ class Turn:
         views: list[dict],
         timeout_seconds: float,  # after which a rank without a heartbeat counts as dead
         work_timeout_seconds: float,  # for the work itself
+        goes_on: bool = False,  # without a rank that is lost (--elastic)
     ):
-        self.worker, self.views = worker, views
+        self.worker, self.views, self.goes_on = worker, views, goes_on
         self.store = dist.PrefixStore(f"turn/{name}", store)
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.failure: dict | None = None  # this rank's, or another's that it has read
@@ -51,11 +53,13 @@ class Turn:
         is still at work.
         """
         stop = threading.Event()
+        most = self.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"
+        instead = (lambda: cut_off(self.store)) if self.goes_on else None
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
                 while not stop.wait(HEARTBEAT_SECONDS):
-                    with limit(self.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"):
+                    with limit(*most, instead=instead):
                         self.store.add(f"heartbeat/{self.worker.rank}", 1)
                         self.known_failure()
 

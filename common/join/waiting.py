@@ -13,6 +13,7 @@ from common.errors import RunError
 Found = TypeVar("Found")
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE = 0.15  # of the time waited so far: the longer the wait, the less often it polls
+LAST_SECONDS = 10.0  # for a body that `instead` has cut short
 
 
 def _nothing(elapsed_seconds: float) -> None:
@@ -54,24 +55,36 @@ class Every:
 
 
 @contextlib.contextmanager
-def limit(seconds: float, rank: int, what: str, before_exit: Callable[[], None] = lambda: None) -> Iterator[None]:
+def limit(
+    seconds: float,
+    rank: int,
+    what: str,
+    before_exit: Callable[[], None] = lambda: None,
+    instead: Callable[[], None] | None = None,
+) -> Iterator[None]:
     """End this process, with one line, if the body takes too long: for calls into torch that may never return.
 
     A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
-    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far.
+    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far. So
+    does `instead`, which makes the body fail: the process ends only where that does not help.
     """
+    is_over = threading.Event()
 
     def give_up() -> None:
+        if is_over.wait(seconds):
+            return
+        if instead:
+            instead()
+            if is_over.wait(LAST_SECONDS):
+                return
         try:
             before_exit()
         finally:
             say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
             os._exit(RunError.exit_code)
 
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=give_up, name="limit", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        is_over.set()

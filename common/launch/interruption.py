@@ -14,6 +14,7 @@ from common.errors import Interrupted
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
 SIGTERM_SECONDS = 27.0  # schedulers send SIGKILL 30 s after SIGTERM; the workers have 25 s
+INTERRUPTED = 130  # the exit code of a worker that SIGINT has ended
 TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 
@@ -51,8 +52,8 @@ class Interruption:
         return 128 + self.received
 
     def has_ended(self, worker: BaseProcess) -> bool:
-        """True for a worker that was not training, and that our signal has ended."""
-        return bool(self.received) and worker.exitcode == -ASK
+        """True for a worker that was not training, and that our signal has ended, or the terminal's."""
+        return bool(self.received) and worker.exitcode in (-ASK, INTERRUPTED)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -56,7 +56,7 @@ class Worker:
     device_index: int
     membership: Any = None  # of a rank that goes on after a change of the members (--elastic)
     originals: tuple[int, ...] = ()  # for each rank that goes on, its rank as the launcher has placed it
-    board: Any = None  # what the workers of this node and their supervisor tell each other (--elastic)
+    board: Any = None  # what the workers of this node and their supervisor tell each other
     predecessor: str = ""  # how the process has ended that this one replaces
 
     @property

@@ -15,6 +15,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -24,12 +25,13 @@ from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
 from common.launch.interruption import Interruption
 from common.launch.layout import Worker
-from common.launch.replacing import Board, Replacing
+from common.launch.replacing import FAILED, FINISHES, STARTS, WAITS, Board, Replacing
 from common.launch.stopped import StoppedWorkers
 from common.launch.title import name_supervisor
 
 GRACE_SECONDS = 10.0  # after one worker has failed, for the others to end: rank 0 stays four seconds for late nodes
-COMPLETE_SECONDS = 20.0  # after one has ended well, for the others
+COMPLETE_SECONDS = 20.0  # after one has ended well, for those that wait to be let in: there is no run any more
+KILL_SECONDS = 10.0  # for SIGKILL to end a process
 TELL_SECONDS = 1.0  # for the store to take the cause of an end
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
@@ -45,16 +47,20 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         if elastic:  # torch would log attempts to reach processes that have ended as errors
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         context = _context(target)
-        replacing = Replacing(Board(context, workers)) if elastic else None
+        board = Board(context, workers)
+        replacing = Replacing(board) if elastic else None
 
         def process_of(place: Worker) -> BaseProcess:
+            place = replace(place, board=board)
+            board.note(place, STARTS)
+            board.note_rank(place)
             if replacing:
-                place = replacing.note_start(place)
+                replacing.note_start(place)
             return context.Process(  # type: ignore[attr-defined]
                 target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}"
             )
 
-        return _run_all(_Workers(workers, process_of, replacing), args.timeout, interruption)
+        return _run_all(_Workers(workers, process_of, board, replacing), args, interruption)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
@@ -77,8 +83,14 @@ def _context(target: str) -> BaseContext:
 class _Workers:
     """The processes of this node's workers."""
 
-    def __init__(self, workers: list[Worker], process_of: Callable[[Worker], BaseProcess], replacing: Replacing | None):
-        self.process_of, self.replacing = process_of, replacing
+    def __init__(
+        self,
+        workers: list[Worker],
+        process_of: Callable[[Worker], BaseProcess],
+        board: Board,
+        replacing: Replacing | None,
+    ):
+        self.process_of, self.board, self.replacing = process_of, board, replacing
         self.places = {process_of(one): one for one in workers}
         self.known: set[int] = set()  # this process's children that are no worker's orphans
         self.stopped: dict[BaseProcess, str] = {}  # those that were ended because they were stopped, and why
@@ -96,8 +108,12 @@ class _Workers:
         if place is None:
             return None
         successor = self.process_of(place)
+        try:
+            successor.start()
+        except OSError as error:  # no memory for it, or no more processes: the others go on
+            self.replacing.leave_out(place, f"cannot be started again ({error.strerror})")
+            return None
         self.places[successor] = place
-        successor.start()
         self.known.add(successor.pid or 0)
         return successor
 
@@ -113,17 +129,23 @@ class _Workers:
             self.stopped.pop(process, None)
             process.close()
 
+    def doing(self, process: BaseProcess) -> int:
+        """What this worker says that it does: a value of `Board.note`."""
+        return self.board.doing(self.places[process])
+
     def is_left_out(self, process: BaseProcess) -> bool:
         """Do the others of this node go on without it?"""
-        return self.replacing is not None and self.places[process].rank in self.replacing.left_out
+        if not self.replacing:
+            return False
+        return self.doing(process) == FAILED or self.places[process].rank in self.replacing.left_out
 
 
-def _run_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
+def _run_all(workers: _Workers, args: Namespace, interruption: Interruption) -> int:
     orphans.adopt()
     try:
         workers.start()
         interruption.watch(workers.places)
-        return _wait_for_all(workers, timeout_seconds, interruption)
+        return _wait_for_all(workers, args.timeout, args.work_timeout, interruption)
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(workers.places)} workers: {error.strerror}: {fix}", error=True)
@@ -133,12 +155,23 @@ def _run_all(workers: _Workers, timeout_seconds: float, interruption: Interrupti
         _end([process for process in workers.places if process.pid], workers.known)
 
 
-def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Interruption) -> int:
+def _wait_for_all(
+    workers: _Workers, timeout_seconds: float, work_timeout_seconds: float, interruption: Interruption
+) -> int:
     """Returns the first failure's exit code, or 0."""
     running, stopped = list(workers.places), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
     first_failure, left_out, deadline, store_answers = 0, 0, float("inf"), True
-    may_replace = workers.replacing is not None
-    while running and time.monotonic() < deadline:
+    may_replace, is_complete, told = workers.replacing is not None, False, list[str]()
+    while running:
+        if is_complete and deadline == float("inf") and all(workers.doing(one) == WAITS for one in running):
+            deadline = time.monotonic() + COMPLETE_SECONDS
+        if time.monotonic() > deadline:
+            finishing = [one.name for one in running if workers.doing(one) == FINISHES]
+            if not finishing or time.monotonic() > deadline + work_timeout_seconds:
+                break
+            if finishing != told:
+                told = finishing
+                say(f"waiting for {' and '.join(told)} to write, at most {work_timeout_seconds:.0f} s (--work-timeout)")
         interruption.require_in_time()
         ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
         for process in running:
@@ -149,7 +182,10 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
         replaced: list[BaseProcess] = []
         for process in ended:
             if interruption.has_ended(process):
-                return interruption.exit_code
+                if not workers.replacing:
+                    return interruption.exit_code
+                left_out = left_out or interruption.exit_code  # it was not training yet: the others save now
+                continue
             may_replace = may_replace and bool(process.exitcode) and not interruption.received  # else the run ends
             if may_replace and (successor := workers.replace(process)):
                 running.append(successor)
@@ -157,14 +193,15 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
                 interruption.watch(running)
             elif workers.is_left_out(process):
                 left_out = left_out or _shell_code(process)
-            elif process.exitcode and not first_failure:
+            elif not process.exitcode:
+                is_complete = workers.replacing is not None
+            elif not first_failure and not (is_complete and workers.doing(process) == WAITS):
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
-            elif workers.replacing and not process.exitcode:
-                deadline = time.monotonic() + COMPLETE_SECONDS
         for process in ended:
             if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers:
-                store_answers = _tell(workers.places[process], workers.cause(process))
+                place = replace(workers.places[process], board=workers.board)
+                store_answers = _tell(place, workers.cause(process))
         if any(process.exitcode for process in ended):
             orphans.end(workers.known)
         workers.forget(replaced)
@@ -181,7 +218,7 @@ def _wait_for_all(workers: _Workers, timeout_seconds: float, interruption: Inter
             return first_failure or 1
     if first_failure and running:
         who = " and ".join(process.name for process in running)
-        say(f"error: {who} did not end within {GRACE_SECONDS:.0f} s of another worker's failure; ending it", error=True)
+        say(f"error: {who} did not end within {GRACE_SECONDS:.0f} s of another worker's end; ending it", error=True)
     return first_failure or left_out
 
 
@@ -229,6 +266,9 @@ def _end(processes: list[BaseProcess], known: set[int]) -> None:
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()
-        process.join()
+        process.join(KILL_SECONDS)
+        if process.is_alive():
+            who = f"{process.name} (pid {process.pid})"
+            say(f"error: {who} has not ended {KILL_SECONDS:.0f} s after SIGKILL: does it wait for a disk?", error=True)
     if alive:
         orphans.end(known)

@@ -18,9 +18,10 @@ from types import FrameType
 from typing import NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, Interrupted, MembersChanged, RunError
+from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, is_known_to_all
 from common.launch import cli, orphans
 from common.launch.layout import Worker
+from common.launch.replacing import ENDED, FAILED, FINISHES, WAITS
 from common.launch.title import name_worker
 
 LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks know of the failure
@@ -110,7 +111,8 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.board:
-            worker.board.note_end(worker)
+            is_alone = not is_known_to_all(error) and worker.board.doing(worker) in (WAITS, FINISHES)
+            worker.board.note(worker, FAILED if is_alone else ENDED)
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
         return error.exit_code

@@ -20,46 +20,49 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import MembersChanged, RunEnded, RunError, UserError
+from common.errors import Interrupted, MembersChanged, RunEnded, RunError, UserError
+from common.join.connections import cut_off
 from common.join.elastic.membership import ADDRESSES, Membership, address_of
-from common.join.elastic.standby import ALIVE, DEAD, Visit, reach_unless_dead, split, states
-from common.join.store import OpenStore
+from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, Visit, reach_unless_dead, states
+from common.join.lost import within
+from common.join.store import OpenStore, split
 from common.join.view import node_of, places
-from common.join.waiting import poll
+from common.join.waiting import limit, poll
 from common.launch.addresses import tcp_address
 
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
 LEADS = "leads"  # a key of a standby, while its rank leads a change
 NOBODY_LEADS = {"nobody": "leads"}
+COME_AGAIN = {"come": "again"}  # the verdict for a process that did not answer when others were let in
 
 Why = Callable[[dict[int, str]], str]  # what has happened to ranks, in words, from what is known of each
 
 
-def meet(members: Membership, lost: Why | None = None, late: bool = False) -> MembersChanged:
+def meet(members: Membership, lost: Why, late: bool = False) -> MembersChanged:
     """Agree with the other members on those of the next generation. `lost` says in words what has happened to ranks;
-    None between two steps, when others are to be let in. `late` where a collective of this rank has waited for another
-    one for too long. Raises RunError where this process must end."""
+    nothing where all are there, and others are to be let in. `late` where a collective of this rank has waited for
+    another one for too long. Raises RunError where this process must end."""
     frozen: set[int] = set()
     until = time.monotonic() + SILENT_SECONDS
-    for view in members.views:
-        if view["rank"] == members.rank:
-            return follow(members, members.standby.store, _lead(members, lost, frozen, late))
+    # The rank that leads waits for busy ones, at most --timeout.
+    seconds = members.options.timeout_seconds + members.options.join_timeout_seconds
+    for view in members.views[: members.rank]:
         address = address_of(view)  # where it has ended too, the next rank leads
         while (store := reach_unless_dead(address, until)) is not None:
             with suppress(RuntimeError):
-                seconds = members.options.join_timeout_seconds
                 if verdict := attend(members, store, seconds, members.patience_seconds(late), late):
                     return follow(members, store, verdict)
                 frozen.add(view["rank"])
                 break
-    raise RunError("the other members of this run cannot be reached, and go on without this rank if they can")
+    return follow(members, members.standby.store, _lead(members, lost, frozen, late))
 
 
 def attend(
     members: Membership, store: dist.Store, seconds: float, patience: float = math.inf, late: bool = False
 ) -> dict | None:
     """Come to the standby of the rank that leads, and wait for its verdict. None where it does not begin to lead within
-    `patience` seconds: a frozen process, whose store may answer all the same."""
+    `patience` seconds: a frozen process, whose store may answer all the same; and where this process is to come again.
+    Raises RuntimeError when the store has ended, or does not answer."""
     layout = members.original.layout
     me = {
         "standby": members.address,
@@ -71,27 +74,34 @@ def attend(
     }
     if not members.views:
         me["claim"] = members.claim()
-    visit, began = Visit(store, me, members.options.secret), time.monotonic()
+    most = members.patience_seconds(late), members.original.rank, "a request to the rank that leads (--timeout)"
+
+    def cut() -> None:
+        cut_off(store)
+
+    with limit(*most, instead=cut):
+        visit, began = Visit(store, me, members.options.secret), time.monotonic()
 
     def answer() -> dict | None:
-        if verdict := visit.verdict():
-            return verdict
-        if time.monotonic() - began < patience or store.check([LEADS]):
-            return None
-        # Where it has gone on without this rank, this one waits to be let in.
-        return NOBODY_LEADS if members.address in json.loads(store.get(ADDRESSES)) else None
+        with limit(*most, instead=cut):
+            if verdict := visit.verdict():
+                return verdict
+            if time.monotonic() - began < patience or store.check([LEADS]):
+                return None
+            # Where it has gone on without this rank, this one waits to be let in.
+            return NOBODY_LEADS if members.address in json.loads(store.get(ADDRESSES)) else None
 
     found = poll(answer, seconds, longest_pause_seconds=0.1) or NOBODY_LEADS
     if found is NOBODY_LEADS:
-        visit.leave()
-        return None
-    return found
+        with limit(*most, instead=cut):
+            visit.leave()
+    return None if found in (NOBODY_LEADS, COME_AGAIN) else found
 
 
 # --- the rank that leads ----------------------------------------------------------------------------------------------
 
 
-def _lead(members: Membership, lost: Why | None, frozen: Collection[int], late: bool) -> dict:
+def _lead(members: Membership, lost: Why, frozen: Collection[int], late: bool) -> dict:
     """Wait for the members that are alive, decide, say so, and tell them."""
     standby, original = members.standby, members.original
     standby.store.set(LEADS, "")
@@ -99,17 +109,17 @@ def _lead(members: Membership, lost: Why | None, frozen: Collection[int], late: 
     problem = _minority(members.views, here, missing)  # the members that are here read it too
     new = [] if problem else _newcomers(members, missing)
     chosen = [_member(members.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
-    causes = [lost(missing)] if lost else []
+    causes = list(filter(None, [lost(missing)]))
     if new:
         who = places({**one, "rank": one["original"], "nodes": original.layout.nodes} for _, one in new)
-        before = " and ".join(sorted({one["predecessor"] for _, one in new if one["predecessor"] and not lost}))
+        before = " and ".join(sorted({one["predecessor"] for _, one in new if one["predecessor"] and not causes}))
         causes.append(f"let in {who}" + f", whose process {before}" * bool(before))
     minimum = members.options.elastic or 1
     few = f"{len(chosen)} of {original.world_size} ranks are left, fewer than --elastic {minimum}"
     verdict = {
         "generation": members.generation + 1,
         "members": chosen,
-        "cause": "; ".join(causes) or "the process that was to be let in has ended",
+        "cause": "; ".join(causes) or "the process that was to be let in does not answer any more",
         "ends": few if len(chosen) < minimum else "",
         "problem": problem,
         "address": members.address,
@@ -163,14 +173,20 @@ def _minority(views: list[dict], here: set[int], missing: dict[int, str]) -> str
 
 
 def _newcomers(members: Membership, gone: Collection[int]) -> list[tuple[int, dict]]:
-    """The processes that wait and are alive, by their original ranks; of several with one rank the last."""
+    """The processes that wait and are alive, by their original ranks; of several with one rank the last. The others are
+    told, so that none waits in vain."""
     waiting = members.admissible(gone)
     found = states([one["standby"] for _, one in waiting])
     alive = [one for one, state in zip(waiting, found, strict=True) if state == ALIVE]
     last = {one["original"]: (number, one) for number, one in alive}
-    for number, one in waiting:
-        if last.get(one["original"], (0, one))[0] != number:  # it has died, or was replaced
+    for (number, one), state in zip(waiting, found, strict=True):
+        if state == DEAD:
             del members.standby.waiting[number]
+        elif state != ALIVE:
+            members.standby.answer(number, COME_AGAIN)
+        elif last[one["original"]][0] != number:
+            again = f"rank {one['original']} has come again since, from {last[one['original']][1]['host']}"
+            members.standby.answer(number, {"refused": again})
     return [last[original] for original in sorted(last)]
 
 
@@ -184,10 +200,15 @@ def _member(view: dict) -> dict:
 
 
 def follow(members: Membership, store: dist.Store, verdict: dict) -> MembersChanged:
-    """This process's place in the next generation. Raises RunError where there is none, RunEnded after the run."""
+    """This process's place in the next generation. Raises RunError where there is none, RunEnded after the run, and
+    Interrupted where it has been interrupted."""
     if "ended" in verdict:
-        store.add("dismissed", 1)
-        raise RunEnded("the run has ended meanwhile, without this rank")
+        within(ANSWER_SECONDS, lambda: store.add("dismissed", 1))
+        if verdict["code"] == Interrupted.exit_code:
+            raise Interrupted(verdict["ended"], same_on_every_rank=True)
+        if verdict["code"]:
+            raise RunError(verdict["ended"], same_on_every_rank=True)
+        raise RunEnded(verdict["ended"])
     if "refused" in verdict:
         raise UserError(f"this run is under way, and {verdict['refused']}", same_on_every_rank=True)
     if verdict["problem"]:

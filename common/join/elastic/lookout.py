@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from common.errors import ExplainedError
 from common.join.connections import Connections
 from common.join.elastic.membership import Membership, address_of
 from common.join.elastic.standby import ANSWER_SECONDS, reach
@@ -96,9 +97,9 @@ def leader_at(url: str) -> str:
     return ""
 
 
-def dismiss(members: Membership) -> None:
-    """The run is over: the rank that leads tells the processes that wait. Where a rank was lost, the one that replaces
-    it may only just be coming."""
+def dismiss(members: Membership, error: ExplainedError | None = None) -> None:
+    """The run is over, well or with an error: the rank that leads tells the processes that wait. Where a rank was lost,
+    the one that replaces it may only just be coming."""
     if not members.leads:
         return
 
@@ -108,6 +109,7 @@ def dismiss(members: Membership) -> None:
 
     poll(everyone_waits, DISMISS_SECONDS)
     numbers = list(members.standby.waiting)
+    ended = "the run has ended meanwhile, without this rank" + f": {error}" * (error is not None)
     for number in numbers:
-        members.standby.answer(number, {"ended": True})
+        members.standby.answer(number, {"ended": ended, "code": error.exit_code if error else 0})
     poll(lambda: members.standby.store.add("dismissed", 0) >= len(numbers), DISMISS_SECONDS)

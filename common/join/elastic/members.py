@@ -14,20 +14,21 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import MembersChanged, RankLost, RunError
+from common.errors import ExplainedError, MembersChanged, RankLost, RunError
 from common.join import ended, network
 from common.join.connections import Connections
 from common.join.elastic.change import attend, follow, meet
 from common.join.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
 from common.join.elastic.membership import ADDRESSES, LetIn, Membership, address_of
-from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, SILENT, Standby, reach
+from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
 from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
-from common.join.store import OpenStore, open_store
+from common.join.store import OpenStore, open_store, split
 from common.join.view import places
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
+from common.launch.replacing import WAITS
 
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up
@@ -38,13 +39,21 @@ def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membe
     if worker.membership:
         return worker.membership.opened, worker.membership
     if worker.board and worker.board.leader:  # other workers of this node are members
-        standby = Standby(network.own_address(options.interface), options.secret)
+        standby = Standby(_address_towards(worker.board.leader, options), options.secret)
         raise enter(Membership(worker, options, standby), worker.board.leader)
     opened = open_store(worker, options)
     here, host = opened.own_address, host_and_port(worker.layout.init_method)[0]
     if worker.layout.nodes != 1 and _is_loopback(here) and not _is_loopback(host):
         here = network.own_address(options.interface)  # node 0's workers reach the store by loopback, the others do not
     return opened, Membership(worker, options, Standby(here, options.secret), opened=opened, main=opened.store)
+
+
+def _address_towards(standby: str, options: JoinOptions) -> str:
+    """This node's address on the route to a standby, under which its rank reaches this process."""
+    with suppress(OSError):
+        if not options.interface:
+            return network.source_address(*split(standby), REACH_SECONDS)[0]
+    return network.own_address(options.interface)
 
 
 def _is_loopback(host: str) -> bool:
@@ -55,7 +64,9 @@ def enter(members: Membership, leader: str) -> MembersChanged:
     """Wait at the standby of the rank that leads until it lets this process in."""
     original, seconds, began = members.original, members.options.join_timeout_seconds, time.monotonic()
     say("the run is under way: waiting to be let in between two steps", original.rank)
-    members.leaders, heard = [leader], began
+    if original.board:
+        original.board.note(original, WAITS)
+    members.leaders, heard = [leader, *members.leaders], began
     while (left := seconds - (time.monotonic() - began)) > 0:
         board = original.board  # which other workers of this node keep up to date
         known = [leader_at(original.layout.init_method), board.leader if board else "", *members.leaders]
@@ -102,29 +113,36 @@ def surviving(
     members.work_with(worker.rank, views)
     if worker.board:
         worker.board.leader = address_of(views[0])
+        worker.board.note_rank(worker)
     try:
         with looking_out(members, connections):
             yield
     except LetIn:
-        leave()
-        change = meet(members)
+        with suppress(RuntimeError):  # another rank was lost at this moment
+            leave()
+        _leave_at_once(connections)
+        change = meet(members, lambda states: _why(states, views, store) if states else "")
     except Exception as error:
         if not (is_contact_lost(error) or isinstance(error, RankLost)):
-            if getattr(error, "same_on_every_rank", False):
-                dismiss(members)
+            if isinstance(error, ExplainedError) and error.same_on_every_rank:
+                dismiss(members, error)
             else:
                 cause = ended.cause_of(error)
                 within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
-        connections.close()  # the other ranks, which may wait for this one, notice it now
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave_at_once(connections)  # the other ranks, which may wait for this one, notice it now
         late = any(sign in str(error) for sign in TIMEOUTS)
         change = meet(members, lambda states: _why(states, views, store), late)
     else:
         dismiss(members)
         return
     raise change
+
+
+def _leave_at_once(connections: Connections) -> None:
+    connections.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.join import network
 from common.join.handshake import OTHER_SECRET
 from common.join.secret import is_sealed, seal
-from common.join.store import connect, serve_at
+from common.join.store import connect, serve_at, split
 
 ANSWER_SECONDS = 1.0  # for a store to answer
 REACH_SECONDS = 0.5  # for a machine to accept a connection
@@ -101,12 +101,6 @@ def _read(content: str) -> dict | None:
         return one if is_right and isinstance(is_late, bool) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def split(address: str) -> tuple[str, int]:
-    """Host and port of a standby's address. Raises ValueError."""
-    host, _, port = address.rpartition(" ")
-    return host, int(port)
 
 
 def reach(address: str) -> dist.Store | None:

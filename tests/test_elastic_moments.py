@@ -1,0 +1,192 @@
+"""--elastic, when a process freezes, fails or is signalled at a bad moment: the others go on, and nothing is lost."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from common.join.connections import cut_off
+from common.join.lost import is_contact_lost
+from common.join.store import serve_at
+from common.join.waiting import limit
+from common.record.lock import lock
+from tests.harness import kill, nodes_of, playing, rows
+from tests.test_elastic import (  # noqa: F401
+    ELASTIC,
+    FLAGS,
+    LONG,
+    MOMENTS,
+    Run,
+    require_same,
+    undisturbed,
+    undisturbed_long,
+)
+from tests.test_exactness import altered
+
+DO = "{indent}if {when}:\n{indent}    {what}\n"
+
+
+def trainer_that(folder, moment: str, when: str, what: str, **more: str):
+    """A copy of the trainer that does something at this moment."""
+    place = MOMENTS[moment]
+    body = DO.format(indent=place[: -len(place.lstrip())], when=when, what=what)
+    return altered(folder / "other_ddp", {place: body + place, **more})
+
+
+DIE = "__import__('os').kill(__import__('os').getpid(), 9)"
+FREEZES = """import os
+import torch
+import common.record.checkpoint as checkpoint
+save = checkpoint.save
+
+
+def freeze_once(folder, step, *rest, **more):
+    frozen = folder.parent / "frozen"
+    if step == 46 and not frozen.exists():
+        frozen.touch()
+        os.kill(os.getppid(), 19)  # the supervisor too, as on a frozen machine
+        os.kill(os.getpid(), 19)
+    save(folder, step, *rest, **more)
+
+
+checkpoint.save = freeze_once
+"""
+
+
+def test_a_node_that_freezes_while_it_saves_and_the_others_wait_is_left_behind(undisturbed, tmp_path):  # noqa: F811
+    freezing = altered(tmp_path / "other_ddp", {"import torch\n": FREEZES})
+    nodes = nodes_of((1, 1, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 8)
+    apart = [playing(freezing, [node], tmp_path) for node in nodes]
+    results = [one.results()[0] for one in apart[1:]]
+    kill(apart[0].processes[0].pid)
+    assert [result.code for result in results] == [0, 0], results
+    require_same(tmp_path / "run", undisturbed)
+    (row,) = rows(tmp_path / "run", "members")
+    assert "lost rank 0, node 0" in row["cause"], row
+
+
+def _serve(ready) -> None:
+    _, port = serve_at("127.0.0.1")
+    ready.put(port)
+    time.sleep(600)
+
+
+def test_a_request_to_a_frozen_store_fails_once_it_is_cut_off():
+    context = multiprocessing.get_context("spawn")
+    ready = context.SimpleQueue()
+    server = context.Process(target=_serve, args=(ready,))
+    server.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", ready.get(), is_master=False)
+        os.kill(server.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with (
+            pytest.raises(RuntimeError) as caught,
+            limit(1, 0, "a request", instead=lambda: cut_off(dist.PrefixStore("a", store))),
+        ):
+            store.add("key", 1)
+        assert is_contact_lost(caught.value) and time.monotonic() - began >= 1
+    finally:
+        server.kill()
+        server.join()
+
+
+def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_path):
+    begin = "    with process_group(worker,"
+    slow = "    if worker.predecessor:\n        __import__('time').sleep(60)\n"
+    when = "step == 30 and worker.rank == 1 and not worker.membership"
+    trainer = trainer_that(tmp_path, "backward", when, DIE, **{begin: slow + begin})
+    (node,) = nodes_of((2,), tmp_path / "run", *LONG, "--global-batch", 64, "--lr", "1e-4", *ELASTIC)
+    (tmp_path / "log").mkdir()
+    run = playing(trainer, [node], tmp_path / "log")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run", "members"):
+        assert time.monotonic() < deadline, run.logs[0].read_text()
+        time.sleep(0.1)
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    (result,) = run.results()
+    assert result.code == 75, result.output
+    assert "interrupted: SIGUSR1 on rank 0: ended after step" in result.output, result.output
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+def test_a_rank_that_fails_with_an_explained_error_leaves_its_neighbour_at_work(undisturbed, tmp_path):  # noqa: F811
+    fails = "from common.errors import UserError; raise UserError('a damaged sample')"
+    failing = trainer_that(tmp_path, "backward", "step == 30 and worker.rank == 1 and not worker.membership", fails)
+    results = playing(failing, nodes_of((2, 1), tmp_path / "run", *FLAGS, *ELASTIC), tmp_path).results()
+    assert [result.code for result in results] == [2, 0], results
+    assert "error: a damaged sample" in results[0].output and "starting another" not in results[0].output
+    require_same(tmp_path / "run", undisturbed)
+
+
+LEAVES = """import common.join.process_group as joining
+disconnect = joining.disconnect
+
+
+def die_before_others_are_let_in(worker, *rest):
+    if worker.membership and worker.membership.generation == 1 and worker.membership.original.rank == 0:
+        __import__("os").kill(__import__("os").getpid(), 9)
+    disconnect(worker, *rest)
+
+
+joining.disconnect = die_before_others_are_let_in
+"""
+
+
+def test_a_rank_that_dies_while_others_are_let_in_changes_nothing(undisturbed_long, tmp_path):  # noqa: F811
+    when = "step == 30 and worker.rank == 2 and not worker.membership"
+    dying = trainer_that(tmp_path, "backward", when, DIE, **{"import torch\n": "import torch\n" + LEAVES})
+    nodes = nodes_of((2, 1), tmp_path / "run", *LONG, "--global-batch", 64, *ELASTIC)
+    results = playing(dying, nodes, tmp_path).results()
+    assert [result.code for result in results] == [0, 0], results
+    require_same(tmp_path / "run", undisturbed_long)
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert any("lost rank 0, node 0" in cause for cause in causes), causes
+
+
+def test_a_supervisor_names_the_cause_of_a_later_death_too(undisturbed_long, tmp_path):  # noqa: F811
+    under_way = Run(tmp_path / "run")
+    for count in (1, 3):
+        under_way.wait_for("train", 50)
+        kill(psutil.Process(under_way.playing[1].processes[0].pid).children()[0].pid)
+        under_way.wait_for("members", count + 1)
+    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert ["SIGKILL" in cause for cause in causes if "lost rank 2" in cause] == [True, True], causes
+
+
+def _hold(folder, ready) -> None:
+    held = lock(folder)
+    ready.put(True)
+    time.sleep(600)
+    held.close()
+
+
+def test_a_run_that_goes_on_takes_the_lock_of_a_member_that_is_frozen_elsewhere(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready = context.SimpleQueue()
+    holder = context.Process(target=_hold, args=(tmp_path, ready))
+    holder.start()
+    try:
+        ready.get()
+        mine = lock(tmp_path, takes_over=True)
+        with pytest.raises(Exception, match="another run is writing there"):
+            lock(tmp_path)
+        mine.close()
+        lock(tmp_path).close()
+    finally:
+        holder.kill()
+        holder.join()
+
+
+@pytest.mark.parametrize("text, lost", [
+    ("DataLoader timed out after 30 seconds", False),
+    ("Socket closed", True),
+    ("[enforce fail] Timed out waiting 5000ms for recv operation to complete", True),
+])  # fmt: skip
+def test_the_timeout_of_a_loader_is_not_taken_for_a_lost_rank(text, lost):
+    assert is_contact_lost(RuntimeError(text)) == lost
