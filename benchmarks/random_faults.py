@@ -6,7 +6,7 @@
 The nodes of `-n 3 -g 2,1,1` run on this machine, in float64. The seed draws the faults: after which step, whom, and
 what: a worker, a supervisor or all of a node ended by SIGKILL, a worker by SIGSEGV, a worker stopped. A quarter of them
 comes within the steps or the joining right after the one before. A node whose supervisor has ended, or that has left a
-worker out, is started again a moment later. One worker that could go on is always left. Compares all losses and the
+worker out, is started again a moment later. A majority that can go on is always left. Compares all losses and the
 final weights with those of an undisturbed run. About forty minutes for 200 faults on two cores.
 """
 
@@ -80,14 +80,18 @@ class Battered(PlayedRun):
         self.done, self.returns = collections.Counter[str](), dict[int, float]()
         self.thin_since = dict[int, float]()
 
-    def may_lose(self, pids: set[int]) -> bool:
-        """Would a worker that has been in the run for a while be left?"""
-        others = (one for node in range(len(GPUS)) for one in self.workers(node).values() if one.pid not in pids)
-        for one in others:
-            with contextlib.suppress(*PROCESS_ENDED):
-                if one.status() != psutil.STATUS_STOPPED and time.time() - one.create_time() > 15:
-                    return True
-        return False
+    def may_lose(self, victims: list[psutil.Process], stops: bool) -> bool:
+        """Would workers that have been in the run for a while be left, and more of them than are stopped? One that is
+        stopped might go on by itself, so those that are left need the majority; one that has ended does not count."""
+        running, stopped = 0, len(victims) * stops
+        for node in range(len(GPUS)):
+            for one in self.workers(node).values():
+                with contextlib.suppress(*PROCESS_ENDED):
+                    if one not in victims:
+                        is_stopped = one.status() == psutil.STATUS_STOPPED
+                        stopped += is_stopped
+                        running += not is_stopped and time.time() - one.create_time() > 15
+        return running > stopped
 
     def inject(self, fault: Fault) -> bool:
         """Whether it could be done."""
@@ -100,7 +104,7 @@ class Battered(PlayedRun):
             victims = [sorted(workers.values(), key=lambda one: one.pid)[local % len(workers)]]
         else:
             victims = list(workers.values())
-        if not self.may_lose({one.pid for one in victims}):
+        if not self.may_lose(victims, stops=fault.what == "stop worker"):
             return False
         with contextlib.suppress(*PROCESS_ENDED):
             if fault.what == "kill node":

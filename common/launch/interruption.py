@@ -51,9 +51,10 @@ class Interruption:
         """As shells report the signal."""
         return 128 + self.received
 
-    def has_ended(self, worker: BaseProcess) -> bool:
-        """True for a worker that was not training, and that our signal has ended, or the terminal's."""
-        return bool(self.received) and worker.exitcode in (-ASK, INTERRUPTED)
+    def has_ended(self, worker: BaseProcess, or_the_terminal: bool = False) -> bool:
+        """True for a worker that was not training, and that our signal has ended; or that of a terminal, which reaches
+        the workers by itself."""
+        return bool(self.received) and (worker.exitcode == -ASK or (or_the_terminal and worker.exitcode == INTERRUPTED))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

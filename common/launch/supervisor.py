@@ -181,7 +181,7 @@ def _wait_for_all(
         running = [process for process in running if process not in ended]
         replaced: list[BaseProcess] = []
         for process in ended:
-            if interruption.has_ended(process):
+            if interruption.has_ended(process, or_the_terminal=workers.replacing is not None):
                 if not workers.replacing:
                     return interruption.exit_code
                 left_out = left_out or interruption.exit_code  # it was not training yet: the others save now
