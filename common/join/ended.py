@@ -40,9 +40,9 @@ def cause_of(error: BaseException) -> str:
     return f"failed: {': '.join(filter(None, (kind, first)))}"
 
 
-def tell(worker: Worker, cause: str) -> None:
-    """Post why a worker has ended, from its supervisor, where the job's own store can be reached: that of the rank that
-    leads, once members have changed, otherwise that of --master-addr."""
+def tell(worker: Worker, rank: int, cause: str) -> None:
+    """Post why a worker has ended that was `rank`, from its supervisor, where the job's own store can be reached: that of
+    the rank that leads, once members have changed, otherwise that of --master-addr."""
     layout = worker.layout
     if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
         return
@@ -53,6 +53,5 @@ def tell(worker: Worker, cause: str) -> None:
     for host, port in places:
         store = connect(host, port, CONNECT_SECONDS, gives_up=True)
         if store is not None and store.check([CURRENT]):
-            rank = worker.board.rank_of(worker)
             post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause)
             return

@@ -207,6 +207,8 @@ def _finishing(group: Group) -> Iterator[None]:
         finally:
             if worker.board:
                 worker.board.note(worker, FINISHES)
+    if worker.board:
+        worker.board.note(worker, WORKS)  # the trainer's own code; after an error it is about to end
 
 
 def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str]:

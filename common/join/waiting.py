@@ -74,7 +74,8 @@ def limit(
         if is_over.wait(seconds):
             return
         if instead:
-            instead()
+            with contextlib.suppress(Exception):
+                instead()
             if is_over.wait(LAST_SECONDS):
                 return
         try:

@@ -70,7 +70,8 @@ class Replacing:
 
     def successor(self, worker: Worker, exit_code: int, cause: str) -> Worker | None:
         """The worker to start in place of one that has ended; None where it ended by itself, or does so each time."""
-        if not exit_code or self.board.doing(worker) in (ENDED, FAILED):
+        doing = self.board.doing(worker)
+        if not exit_code or doing in (ENDED, FAILED) or (doing == WAITS and exit_code > 0):
             return None
         is_soon = time.monotonic() - self.started[worker.rank] < SOON_SECONDS
         self.soon[worker.rank] = self.soon.get(worker.rank, 0) + 1 if is_soon else 0

@@ -133,11 +133,18 @@ class _Workers:
         """What this worker says that it does: a value of `Board.note`."""
         return self.board.doing(self.places[process])
 
+    def rank_of(self, process: BaseProcess) -> int | None:
+        """Its rank now, among members that may have changed; None for one that is no member yet."""
+        is_member = not self.board.leader or self.doing(process) not in (STARTS, WAITS)
+        return self.board.rank_of(self.places[process]) if is_member else None
+
     def is_left_out(self, process: BaseProcess) -> bool:
         """Do the others of this node go on without it?"""
         if not self.replacing:
             return False
-        return self.doing(process) == FAILED or self.places[process].rank in self.replacing.left_out
+        doing, place = self.doing(process), self.places[process]
+        gave_up = doing == WAITS and (process.exitcode or 0) > 0
+        return doing == FAILED or gave_up or place.rank in self.replacing.left_out
 
 
 def _run_all(workers: _Workers, args: Namespace, interruption: Interruption) -> int:
@@ -180,6 +187,7 @@ def _wait_for_all(
         ended = [process for process in running if process.exitcode is not None]
         running = [process for process in running if process not in ended]
         replaced: list[BaseProcess] = []
+        ranks = {process: workers.rank_of(process) for process in ended}  # before others take their places
         for process in ended:
             if interruption.has_ended(process, or_the_terminal=workers.replacing is not None):
                 if not workers.replacing:
@@ -191,17 +199,20 @@ def _wait_for_all(
                 running.append(successor)
                 replaced.append(process)
                 interruption.watch(running)
+            elif is_complete and workers.doing(process) == WAITS:
+                pass  # there is no run any more into which it could be let
             elif workers.is_left_out(process):
                 left_out = left_out or _shell_code(process)
             elif not process.exitcode:
                 is_complete = workers.replacing is not None
-            elif not first_failure and not (is_complete and workers.doing(process) == WAITS):
+            elif not first_failure:
                 first_failure = _exit_code(process)
                 deadline = time.monotonic() + GRACE_SECONDS
         for process in ended:
-            if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers:
+            rank = ranks[process]
+            if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers and rank is not None:
                 place = replace(workers.places[process], board=workers.board)
-                store_answers = _tell(place, workers.cause(process))
+                store_answers = _tell(place, rank, workers.cause(process))
         if any(process.exitcode for process in ended):
             orphans.end(workers.known)
         workers.forget(replaced)
@@ -244,7 +255,7 @@ def _cause(code: int) -> str:
     return f"was ended by {name}" + " (out of memory? see `dmesg`)" * (name == "SIGKILL")
 
 
-def _tell(place: Worker, cause: str) -> bool:
+def _tell(place: Worker, rank: int, cause: str) -> bool:
     """Let the other ranks know why this worker has ended, if torch is loaded here. False where the store did not answer
     in time."""
     if "torch" not in sys.modules:
@@ -252,7 +263,7 @@ def _tell(place: Worker, cause: str) -> bool:
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended meanwhile
-            importlib.import_module(ENDED).tell(place, cause)
+            importlib.import_module(ENDED).tell(place, rank, cause)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

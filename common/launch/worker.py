@@ -111,8 +111,9 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.board:
-            is_alone = not is_known_to_all(error) and worker.board.doing(worker) in (WAITS, FINISHES)
-            worker.board.note(worker, FAILED if is_alone else ENDED)
+            doing, is_alone = worker.board.doing(worker), not is_known_to_all(error)
+            if not (is_alone and doing == WAITS):  # it gives up waiting, which is no failure once the run is complete
+                worker.board.note(worker, FAILED if is_alone and doing == FINISHES else ENDED)
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
         return error.exit_code

@@ -182,8 +182,14 @@ def _newcomers(members: Membership, gone: Collection[int]) -> list[tuple[int, di
     for (number, one), state in zip(waiting, found, strict=True):
         if state == DEAD:
             del members.standby.waiting[number]
-        elif state != ALIVE:
+        elif state != ALIVE and one["standby"] not in members.standby.silent:
+            members.standby.silent.add(one["standby"])
             members.standby.answer(number, COME_AGAIN)
+        elif state != ALIVE:
+            host, port = split(one["standby"])
+            fix = "open that port, or name the --interface that reaches the other nodes"
+            unreachable = f"rank {one['original']} cannot be reached at {host}, port {port}: {fix}"
+            members.standby.answer(number, {"refused": unreachable})
         elif last[one["original"]][0] != number:
             again = f"rank {one['original']} has come again since, from {last[one['original']][1]['host']}"
             members.standby.answer(number, {"refused": again})

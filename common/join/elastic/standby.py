@@ -33,6 +33,7 @@ class Standby:
         self.store, port = serve_at(host)
         self.address = f"{host} {port}"  # which also tells one process from another
         self.secret = secret
+        self.silent: set[str] = set()  # the standbys of those that could not be reached once
         self.seen: set[int] = set()  # the numbers of those that have come
         self.waiting: dict[int, dict] = {}  # those that have had no verdict yet, by number
 
