@@ -41,8 +41,8 @@ def cause_of(error: BaseException) -> str:
 
 
 def tell(worker: Worker, rank: int, cause: str) -> None:
-    """Post why a worker has ended that was `rank`, from its supervisor, where the job's own store can be reached: that of
-    the rank that leads, once members have changed, otherwise that of --master-addr."""
+    """Post why a worker has ended that was `rank`, from its supervisor, where the job's own store can be reached: that
+    of the rank that leads, once members have changed, otherwise that of --master-addr."""
     layout = worker.layout
     if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
         return
