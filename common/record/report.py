@@ -158,9 +158,8 @@ class Report:
         if self.group.members:
             held = self.group.members.held
             held.step, held.noted = step, self.noted
-            if (
-                self.lets_in and self.has_saved and not self.is_interrupted
-            ):  # a trainer that has not called end_if_interrupted after its checkpoint
+            # For a trainer that has not called end_if_interrupted after its checkpoint.
+            if self.lets_in and self.has_saved and not self.is_interrupted:
                 self.group.let_in()
 
     @property

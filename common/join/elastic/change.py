@@ -174,7 +174,7 @@ def _minority(views: list[dict], here: set[int], missing: dict[int, str]) -> str
 
 def _newcomers(members: Membership, gone: Collection[int]) -> list[tuple[int, dict]]:
     """The processes that wait and are alive, by their original ranks; of several with one rank the last. The others are
-    told, so that none waits in vain."""
+    told, but for those whose machines refuse the connection: they have ended."""
     waiting = members.admissible(gone)
     found = states([one["standby"] for _, one in waiting])
     alive = [one for one, state in zip(waiting, found, strict=True) if state == ALIVE]
