@@ -14,7 +14,7 @@ from common.errors import Interrupted
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
 SIGTERM_SECONDS = 27.0  # schedulers send SIGKILL 30 s after SIGTERM; the workers have 25 s
-INTERRUPTED = 130  # the exit code of a worker that SIGINT has ended
+INTERRUPTED = 130  # the exit code of a process that SIGINT has ended, as shells report it
 TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 

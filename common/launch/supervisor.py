@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from common.console import say
 from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
-from common.launch.interruption import Interruption
+from common.launch.interruption import INTERRUPTED, Interruption
 from common.launch.layout import Worker
 from common.launch.replacing import FAILED, FINISHES, STARTS, WAITS, Board, Replacing
 from common.launch.stopped import StoppedWorkers
@@ -35,7 +35,6 @@ KILL_SECONDS = 10.0  # for SIGKILL to end a process
 TELL_SECONDS = 1.0  # for the store to take the cause of an end
 ENDED = "common.join.ended"  # imported by its name, as the trainer: it needs torch, which --help does not load
 LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind may keep its sentinel open
-INTERRUPTED = 130  # as shells report SIGINT
 
 
 def supervise(target: str, workers: list[Worker], args: Namespace) -> int:

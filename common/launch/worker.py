@@ -20,13 +20,13 @@ from typing import NoReturn
 from common.console import flush, say
 from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, is_known_to_all
 from common.launch import cli, orphans
+from common.launch.interruption import INTERRUPTED
 from common.launch.layout import Worker
 from common.launch.replacing import ENDED, FAILED, FINISHES, WAITS
 from common.launch.title import name_worker
 
 LEAVE_SECONDS = 5.0  # that a failed rank stays at most, until the other ranks know of the failure
 PARENT_POLL_SECONDS = 1.0
-INTERRUPTED = 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 LOST_LOADER = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
