@@ -160,6 +160,11 @@ def show_loss(flags: list[str], chosen: set[str]) -> None:
     for steps in ("5", "13", "25", "50"):
         others[f"every {steps}"] = ["--sync-every", steps]
         others[f"every {steps}, lr and clipping x 1.41"] = ["--sync-every", steps, *LARGER]
+    # AdamW on half of the batch makes steps with 1/1.41 of the signal; the outer step may give it back.
+    for outer in ("1.2", "1.41"):
+        others[f"every 50, outer lr {outer}"] = ["--sync-every", "50", "--outer-lr", outer]
+        others[f"every 25, bf16, outer lr {outer}"] = [*WAYS["every 25, bf16"], "--outer-lr", outer]
+    others["every 50, outer momentum 0.3"] = ["--sync-every", "50", "--outer-momentum", "0.3"]
     others["every 50, 25 steps late"] = ["--sync-every", "50", "--sync-delay", "25"]
     others["exact, lr and clipping x 1.41"] = LARGER
     others["exact, half of the batch, as many steps"] = ["--global-batch", "16", "--epochs", "10"]
