@@ -68,7 +68,7 @@ class Job:
         """The pids of the processes that Slurm has started, in the order of their ranks."""
         found = {}
         for pid in self.hosts.processes():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, KeyError):  # one that ends has an empty environ for a moment
                 if re.match(rb"\S*python3\0-IS\0\S*warm-python", Path(f"/proc/{pid}/cmdline").read_bytes()):
                     environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
                     known = dict(entry.partition("=")[::2] for entry in environ)
