@@ -160,7 +160,7 @@ def show_loss(flags: list[str], chosen: set[str]) -> None:
     for steps in ("5", "13", "25", "50"):
         others[f"every {steps}"] = ["--sync-every", steps]
         others[f"every {steps}, lr and clipping x 1.41"] = ["--sync-every", steps, *LARGER]
-    # AdamW on half of the batch makes steps with 1/1.41 of the signal; the outer step may give it back.
+    # A guess: AdamW on half of the batch has 1/1.41 of the signal, and a larger outer step gives it back. It does not.
     for outer in ("1.2", "1.41"):
         others[f"every 50, outer lr {outer}"] = ["--sync-every", "50", "--outer-lr", outer]
         others[f"every 25, bf16, outer lr {outer}"] = [*WAYS["every 25, bf16"], "--outer-lr", outer]

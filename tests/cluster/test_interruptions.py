@@ -68,11 +68,12 @@ class Job:
         """The pids of the processes that Slurm has started, in the order of their ranks."""
         found = {}
         for pid in self.hosts.processes():
-            with contextlib.suppress(OSError, KeyError):  # one that ends has an empty environ for a moment
+            with contextlib.suppress(OSError):
                 if re.match(rb"\S*python3\0-IS\0\S*warm-python", Path(f"/proc/{pid}/cmdline").read_bytes()):
-                    environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    known = dict(entry.partition("=")[::2] for entry in environ)
-                    found[known["SLURMD_NODENAME"], int(known["SLURM_PROCID"])] = pid
+                    environ = Path(f"/proc/{pid}/environ").read_text()
+                    known = dict(entry.partition("=")[::2] for entry in environ.split("\0"))
+                    if environ:  # nothing for a process that ends between the two reads
+                        found[known["SLURMD_NODENAME"], int(known["SLURM_PROCID"])] = pid
         return [found[place] for place in sorted(found)]
 
     def interrupt(self, way: str, chance: random.Random) -> str:
