@@ -15,6 +15,7 @@ import collections
 import contextlib
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -214,6 +215,18 @@ def growth(run: Battered) -> list[str]:
     return told
 
 
+def standstills(run: Battered) -> list[float]:
+    """Seconds from the line that names a change of the members to the one that says who goes on, the longest first."""
+    found, named = [], None
+    for when, line in run.lines:
+        if "members  " in line:
+            named = named or when
+        elif "go on: " in line and named:
+            found.append(when - named)
+            named = None
+    return sorted(found, reverse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
@@ -259,6 +272,9 @@ def main() -> None:
     )
     if first:
         print(f"the first step that differs by more than 1e-9 is {first}")
+    still = standstills(run)
+    longest = ", ".join(f"{seconds:.1f}" for seconds in still[:5])
+    print(f"From naming a change until the ranks go on: {statistics.median(still):.1f} s, at most {longest} s")
     print(*growth(run), f"See {args.picture}", sep="\n")
 
 

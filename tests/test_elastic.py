@@ -84,6 +84,31 @@ def test_a_rank_that_dies_while_the_others_connect_anew_changes_nothing(undistur
     assert any("lost rank 1, node 0" in cause for cause in causes), causes
 
 
+JOINS = """import common.join.process_group as joining
+join = joining.join
+joining.REJOIN_SECONDS = 600.0
+
+
+def die_while_others_join(worker, *rest, **more):
+    if worker.membership and worker.membership.generation == 1 and worker.membership.original.rank == 1:
+        __import__("os").kill(__import__("os").getpid(), 9)
+    return join(worker, *rest, **more)
+
+
+joining.join = die_while_others_join
+"""
+
+
+def test_a_rank_that_dies_before_the_others_join_anew_is_named_and_not_waited_for(undisturbed, tmp_path):
+    place, imports = MOMENTS["backward"], "import torch\n"
+    body = DIES.format(indent=" " * (len(place) - len(place.lstrip())), when="step == 30", rank=3)
+    dying = altered(tmp_path / "dying_ddp", {place: body + place, imports: imports + JOINS})
+    play(dying, (3, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 20, "--join-timeout", 600)
+    require_same(tmp_path / "run", undisturbed)
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert any("lost rank 1, node 0" in cause and "while the ranks joined" in cause for cause in causes), causes
+
+
 class Run:
     """A run of 2+1 under way, of which nodes are killed and started again."""
 

@@ -1,5 +1,6 @@
 """--elastic, when a process freezes, fails or is signalled at a bad moment: the others go on, and nothing is lost."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,9 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from common.join.connections import cut_off
+from common.join.elastic.change import LEADS, attend
+from common.join.elastic.membership import ADDRESSES, Membership
+from common.join.elastic.standby import Standby
 from common.join.lost import is_contact_lost
 from common.join.store import serve_at
 from common.join.waiting import limit
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions
 from common.record.lock import lock
 from tests.harness import kill, nodes_of, playing, rows
 from tests.test_elastic import (  # noqa: F401
@@ -146,6 +152,39 @@ def test_a_rank_that_dies_while_others_are_let_in_changes_nothing(undisturbed_lo
     require_same(tmp_path / "run", undisturbed_long)
     causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
     assert any("lost rank 0, node 0" in cause for cause in causes), causes
+
+
+class Interrupting(dist.TCPStore):
+    """A store in which something else happens after the `number`th request of this process."""
+
+    def __init__(self, port: int, number: int, what):
+        super().__init__("127.0.0.1", port, is_master=False)
+        self.left, self.what = number, what
+
+    def check(self, keys):
+        found = super().check(keys)
+        self.left -= 1
+        if not self.left:
+            self.what()
+        return found
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_a_verdict_is_read_whenever_it_comes(number):
+    """Between any two requests of a rank whose patience has ended."""
+    leading = Standby("127.0.0.1")
+    port = int(leading.address.split()[1])
+    leading.store.set(LEADS, "")
+    worker = Layout("-g 2", world_size=2, first_rank=0, local_world_size=2, init_method="tcp://x:1").workers()[1]
+    members = Membership(worker, JoinOptions(timeout_seconds=20), Standby("127.0.0.1"))
+    leading.store.set(ADDRESSES, json.dumps([leading.address, members.address]))
+
+    def lead() -> None:
+        leading.look()
+        leading.answer(1, {"generation": 1})
+        leading.store.delete_key(LEADS)
+
+    assert attend(members, Interrupting(port, number, lead), seconds=20, patience=0) == {"generation": 1}
 
 
 def test_a_supervisor_names_the_cause_of_a_later_death_too(undisturbed_long, tmp_path):  # noqa: F811

@@ -19,6 +19,7 @@ may join again later, on the same store.
 import contextlib
 import json
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +39,9 @@ from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
 LEADER = "members"  # the key that says where the rank that leads the members of a run is (--elastic)
+LOOK_SECONDS = 0.5  # between two looks of the leader for ranks that have ended (--elastic)
 DOUBT_SECONDS = 1.0  # between two checks, without a challenge, whether this store's run is complete
+Ended = Callable[[Sequence[int]], list[int]]  # which of these ranks have ended
 OTHER_SECRET = "this rank has another secret (--secret-file, UNEVEN_DDP_SECRET)"
 LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file:// that other machines cannot see
 
@@ -74,15 +77,18 @@ def shake_hands(
     secret: bytes = b"",
     generation: int = 0,
     elastic: bool = False,
+    ended: Ended | None = None,
 ) -> Verdict:
     """Agree with all other ranks. Every rank must call this.
 
     Raises UserError on every rank when the views differ, RankLost when a rank is missing at --join-timeout, and
-    RunUnderWay where, with `elastic`, the run has begun already.
+    RunUnderWay where, with `elastic`, the run has begun already. With `ended`, rank 0 looks for ranks that have ended;
+    RankLost is raised then, without waiting for the timeout.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
     under_way = store if elastic and not generation else None
-    return _Handshake(worker, join, view, join_timeout_seconds, leads, secret, under_way).run(store, generation)
+    handshake = _Handshake(worker, join, view, join_timeout_seconds, leads, secret, under_way, ended)
+    return handshake.run(store, generation)
 
 
 class _Handshake:
@@ -97,7 +103,9 @@ class _Handshake:
         leads: bool,
         secret: bytes,
         under_way: dist.Store | None,
+        ended: Ended | None,
     ):
+        self.ended = ended
         self.under_way = under_way  # says where a run that has begun already is led; None where none lets us in
         self.worker, self.store, self.view, self.secret = worker, store, view, secret
         layout = worker.layout
@@ -108,6 +116,7 @@ class _Handshake:
         shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
         self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
         self.is_time_to_speak, self.is_time_to_doubt = Every(SAY_EVERY_SECONDS), Every(DOUBT_SECONDS)
+        self.is_time_to_look = Every(LOOK_SECONDS)
         self.leader = Leader(worker, store, view, secret) if leads else None
         self.entry, self.token, self.posted = 0, "", ""
 
@@ -182,6 +191,8 @@ class _Handshake:
     def _meanwhile(self, elapsed_seconds: float) -> None:
         if self.is_time_to_doubt():
             self._refuse_complete_run()
+        if self.leader and self.ended and self.is_time_to_look():
+            self.leader.give_up(self.ended(self.leader.absent()))
         if self.worker.local_rank == 0 and self.is_time_to_speak():
             missing = self.leader.missing() if self.leader else self._read("missing") or "rank 0"
             left = max(0.0, self.patience_seconds - elapsed_seconds)

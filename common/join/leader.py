@@ -28,6 +28,7 @@ class Leader:
         self.alive: dict[int, dict] = {}  # rank -> view
         self.heard_by = 0  # processes that have answered: all of them read the verdict
         self.expected = worker.world_size  # how many processes may join: the largest world size among their views
+        self.ended = 0  # how many will not join any more
         self.decided = False
         self.posted_missing = ""
 
@@ -99,9 +100,19 @@ class Leader:
                 )
         return ""
 
+    def absent(self) -> list[int]:
+        """The ranks that have not joined."""
+        return [rank for rank in range(self.worker.world_size) if rank not in self.alive]
+
+    def give_up(self, ended: list[int]) -> None:
+        """Let nobody wait for these ranks, which have ended."""
+        if ended:
+            self.ended = len(ended)
+            self.decide(f"rank{'s' * (len(ended) > 1)} {ranges(ended)} ended while the ranks joined", missing=True)
+
     def missing(self) -> str:
         """The ranks that have not joined, by node where the layout is known: 'node 1 (ranks 8 to 9)'."""
-        absent = [rank for rank in range(self.worker.world_size) if rank not in self.alive]
+        absent = self.absent()
         sizes = self.worker.layout.gpus_per_node
         if sizes is None:
             return f"rank{'s' * (len(absent) > 1)} {ranges(absent)} of {self.worker.world_size}"
@@ -138,7 +149,7 @@ class Leader:
         """Wait a limited time until all have read the verdict; after a refusal also for those still to join."""
 
         def all_have_heard() -> bool:
-            everyone = self.heard_by >= self.expected or not verdict["problem"]
+            everyone = self.heard_by >= self.expected - self.ended or not verdict["problem"]
             if everyone and self.store.add(f"{self.token}/heard", 0) >= self.heard_by:
                 return True
             self.advance()

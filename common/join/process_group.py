@@ -260,7 +260,8 @@ def join(
     instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
     with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
-        verdict = shake_hands(worker, *where, elastic=members is not None)
+        ended = members.ended if members and generation else None
+        verdict = shake_hands(worker, *where, elastic=members is not None, ended=ended)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
@@ -292,7 +293,7 @@ def _join_members(
     except (RankLost, RuntimeError) as error:
         if not (isinstance(error, RankLost) or is_contact_lost(error)):
             raise
-    raise meet_again(members, "a member was lost while the ranks joined")
+    raise meet_again(members)
 
 
 def _name_interface(options: JoinOptions, own_address: str) -> None:

@@ -84,10 +84,10 @@ def attend(
 
     def answer() -> dict | None:
         with limit(*most, instead=cut):
-            if verdict := visit.verdict():
+            # Asked before the verdict: the rank that leads first tells that, and then no longer leads.
+            may_come = time.monotonic() - began < patience or store.check([LEADS])
+            if (verdict := visit.verdict()) or may_come:
                 return verdict
-            if time.monotonic() - began < patience or store.check([LEADS]):
-                return None
             # Where it has gone on without this rank, this one waits to be let in.
             return NOBODY_LEADS if members.address in json.loads(store.get(ADDRESSES)) else None
 

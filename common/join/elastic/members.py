@@ -92,11 +92,17 @@ def _say_where_the_log_is(worker: Worker, leader: dict) -> None:
         say(f"let in; the log of the run is that of {places([{**leader, 'rank': 0, 'nodes': 1}])}", worker.rank)
 
 
-def meet_again(members: Membership, why: str) -> MembersChanged:
-    """After a member was lost while a generation joined. `why` is the cause that the log will name."""
+def meet_again(members: Membership) -> MembersChanged:
+    """After a member was lost while a generation joined."""
     if not members.views:  # this process was let in, but has never worked
         return enter(members, members.leaders[0])
-    return meet(members, lambda states: why)
+
+    def why(states: dict[int, str]) -> str:
+        gone = [members.views[rank] for rank in sorted(states)]  # also those that were lost before
+        lost = [view for view in gone if address_of(view) in members.leaders]
+        return f"lost {places(lost)}, while the ranks joined" if lost else "a member was lost while the ranks joined"
+
+    return meet(members, why)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """A process's place among the members of a run that may come and go (--elastic), kept over all generations."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.join.elastic.standby import Standby
+from common.join.elastic.standby import DEAD, Standby, states
 from common.join.store import OpenStore
 from common.join.view import RESUME, difference, layout_of
 from common.launch.layout import Worker
@@ -42,7 +42,8 @@ class Membership:
     copies: list[int] = field(default_factory=list)  # ranks with files on their node's own disk, for the record room
     newcomers_wait: bool = False  # and may be let in between two steps
     is_connecting: bool = False  # the ranks of this generation: one may learn much later than another that this failed
-    leaders: list[str] = field(default_factory=list)  # standbys at which a process that waits may find the leader
+    # Standbys at which a process that waits may find the leader; in a generation that joins, those of its ranks.
+    leaders: list[str] = field(default_factory=list)
 
     @property
     def leads(self) -> bool:
@@ -61,6 +62,11 @@ class Membership:
         """Note the members of a generation that begins, and this process's rank among them."""
         self.rank, self.views, self.newcomers_wait = rank, views, False
         self.standby.store.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Which of these ranks of a generation that joins have ended meanwhile."""
+        known = states([self.leaders[rank] for rank in ranks])
+        return [rank for rank, state in zip(ranks, known, strict=True) if state == DEAD]
 
     # --- how long to wait -------------------------------------------------------------------------------------------
 
