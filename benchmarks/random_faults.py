@@ -86,9 +86,10 @@ class Battered(PlayedRun):
         stopped might go on by itself, so those that are left need the majority; one that has ended does not count."""
         running, stopped = 0, len(victims) * stops
         for node in range(len(GPUS)):
+            is_led = self.nodes[node].poll() is None  # else its workers are about to end
             for one in self.workers(node).values():
                 with contextlib.suppress(*PROCESS_ENDED):
-                    if one not in victims:
+                    if is_led and one not in victims:
                         is_stopped = one.status() == psutil.STATUS_STOPPED
                         stopped += is_stopped
                         running += not is_stopped and time.time() - one.create_time() > 15
