@@ -28,6 +28,24 @@ STEPS = """
 ONE_MACHINE, TWO_MACHINES = '""', 'str(view["node_rank"])'
 
 
+SLOW_TO_END = """
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(12)  # while Python ends
+
+
+slow = Slow()
+"""
+
+
+def test_a_supervisor_that_reached_no_store_keeps_its_exit_code(tmp_path):
+    """A thread that still tries to reach it must not come back while Python ends, which would abort the process."""
+    body = "if worker.is_main:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.5)\nos._exit(1)"
+    script = write_trainer(tmp_path, body, SLOW_TO_END)
+    result = run("python", script, "-g", 2, "--device", "cpu", PYTHONPATH=str(ROOT))
+    assert result.code == 128 + 9, result.output
+
+
 def dies(rank: int) -> str:
     return f"""
                 if worker.rank == {rank}:

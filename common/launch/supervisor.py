@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
-from common.console import say
+from common.console import flush, say
 from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
 from common.launch.interruption import INTERRUPTED, Interruption
@@ -59,7 +59,11 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
                 target=worker.run, args=(target, place, args, os.getpid()), name=f"rank {place.rank}"
             )
 
-        return _run_all(_Workers(workers, process_of, board, replacing), args, interruption)
+        code = _run_all(_Workers(workers, process_of, board, replacing), args, interruption)
+        if threading.active_count() > 1:  # one that comes back from torch while Python ends would abort the process
+            flush()
+            os._exit(code)
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except ExplainedError as error:
