@@ -82,8 +82,8 @@ def shake_hands(
     """Agree with all other ranks. Every rank must call this.
 
     Raises UserError on every rank when the views differ, RankLost when a rank is missing at --join-timeout, and
-    RunUnderWay where, with `elastic`, the run has begun already. With `ended`, rank 0 looks for ranks that have ended;
-    RankLost is raised then, without waiting for the timeout.
+    RunUnderWay where, with `elastic`, the run has begun already. With `ended`, which rank 0 calls about the ranks that
+    are missing, RankLost is also raised as soon as one of them has ended.
     """
     join = dist.PrefixStore(f"join/{generation}", store)
     under_way = store if elastic and not generation else None

@@ -28,7 +28,7 @@ class Leader:
         self.alive: dict[int, dict] = {}  # rank -> view
         self.heard_by = 0  # processes that have answered: all of them read the verdict
         self.expected = worker.world_size  # how many processes may join: the largest world size among their views
-        self.ended = 0  # how many will not join any more
+        self.given_up = 0  # how many ranks have ended and will not join
         self.decided = False
         self.posted_missing = ""
 
@@ -107,7 +107,7 @@ class Leader:
     def give_up(self, ended: list[int]) -> None:
         """Let nobody wait for these ranks, which have ended."""
         if ended:
-            self.ended = len(ended)
+            self.given_up = len(ended)
             self.decide(f"rank{'s' * (len(ended) > 1)} {ranges(ended)} ended while the ranks joined", missing=True)
 
     def missing(self) -> str:
@@ -149,7 +149,7 @@ class Leader:
         """Wait a limited time until all have read the verdict; after a refusal also for those still to join."""
 
         def all_have_heard() -> bool:
-            everyone = self.heard_by >= self.expected - self.ended or not verdict["problem"]
+            everyone = self.heard_by >= self.expected - self.given_up or not verdict["problem"]
             if everyone and self.store.add(f"{self.token}/heard", 0) >= self.heard_by:
                 return True
             self.advance()

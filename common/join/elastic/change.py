@@ -84,7 +84,7 @@ def attend(
 
     def answer() -> dict | None:
         with limit(*most, instead=cut):
-            # Asked before the verdict: the rank that leads first tells that, and then no longer leads.
+            # Asked before the verdict, which a leader posts before it deletes this key: so none is missed.
             may_come = time.monotonic() - began < patience or store.check([LEADS])
             if (verdict := visit.verdict()) or may_come:
                 return verdict
