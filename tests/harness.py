@@ -161,6 +161,12 @@ def kill(pid: int) -> None:
             one.kill()
 
 
+def freeze(pid: int) -> None:
+    """Stop a child with SIGSTOP and wait until it stands: on a busy machine, its threads go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+
+
 def write_trainer(folder: Path, body: str, imports: str = "") -> Path:
     """Write a user's own trainer: its script in `folder`, and beside it a module whose `train(worker, args)` has this
     body, with `group` its process group. Returns the script."""

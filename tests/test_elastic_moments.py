@@ -20,7 +20,7 @@ from common.join.waiting import limit
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
 from common.record.lock import lock
-from tests.harness import kill, nodes_of, playing, rows
+from tests.harness import freeze, kill, nodes_of, playing, rows
 from tests.test_elastic import (  # noqa: F401
     ELASTIC,
     FLAGS,
@@ -88,7 +88,7 @@ def test_a_request_to_a_frozen_store_fails_once_it_is_cut_off():
     server.start()
     try:
         store = dist.TCPStore("127.0.0.1", ready.get(), is_master=False)
-        os.kill(server.pid, signal.SIGSTOP)
+        freeze(server.pid)
         began = time.monotonic()
         with (
             pytest.raises(RuntimeError) as caught,

@@ -14,7 +14,7 @@ import pytest
 from common.join.elastic.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
-from tests.harness import MNIST, ROOT, Node, Result, nodes_of, play, playing, run, start, write_trainer
+from tests.harness import MNIST, ROOT, Node, Result, freeze, nodes_of, play, playing, run, start, write_trainer
 from tests.test_hello import HELLO
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
@@ -236,7 +236,7 @@ def test_one_attempt_is_made_to_reach_a_process_that_is_stopped_and_it_ends_with
     port = int(serving.process.stdout.readline())
     assert connect("127.0.0.1", port, 10) is not None
     before = threads()  # those of earlier tests may end meanwhile
-    serving.process.send_signal(signal.SIGSTOP)
+    freeze(serving.process.pid)
     assert [connect("127.0.0.1", port, 0.2, gives_up=True) for _ in range(3)] == [None] * 3
     attempts = threads() - before
     assert len(attempts) == 1
@@ -251,7 +251,7 @@ def test_one_attempt_is_made_to_reach_a_process_that_is_stopped_and_it_ends_with
 def test_a_process_that_is_too_busy_to_answer_at_once_is_not_taken_for_dead():
     serving = start("python", "-u", "-c", STORE, PYTHONPATH=str(ROOT))
     address = f"127.0.0.1 {int(serving.process.stdout.readline())}"
-    serving.process.send_signal(signal.SIGSTOP)
+    freeze(serving.process.pid)
     assert reach(address) is None
     goes_on = threading.Timer(0.5, serving.process.send_signal, [signal.SIGCONT])
     goes_on.start()
