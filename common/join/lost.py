@@ -116,6 +116,12 @@ def _lost_store(worker: Worker) -> str:
     return f"lost the store of {worker.layout.source} at {worker.layout.init_method}: has {worker.layout.source} ended?"
 
 
+def store_request(worker: Worker, views: list[dict]) -> str:
+    """What does not end where the store does not answer, in words: for `limit`."""
+    where = f"on {places(views[:1])}" if _host_of_store(worker) else f"of {worker.layout.source}"
+    return f"a request (--timeout) to the store {where}"
+
+
 class _Search:
     """One survivor's search for the lost rank."""
 

@@ -24,7 +24,7 @@ from common.join.elastic.members import enter, meet_again, open_members, survivi
 from common.join.elastic.membership import CONNECT_ATTEMPTS, LetIn, Membership
 from common.join.handshake import RunUnderWay, shake_hands
 from common.join.leader import LINGER_SECONDS
-from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store
+from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store, store_request
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -116,13 +116,12 @@ class Group:
         Each call counts anew. Every rank must call the function as often as the others.
         """
         rounds = itertools.count()
-
+        most = self.options.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
         instead = (lambda: cut_off(self.store)) if self.members else None
 
         def count() -> Iterator[int]:
             key = f"{name}/{next(rounds)}"
             while True:
-                most = self.options.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"
                 with limit(*most, instead=instead):
                     number = self.store.add(key, 1) - 1
                 yield number

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import cut_off
-from common.join.lost import is_contact_lost
+from common.join.lost import is_contact_lost, store_request
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
@@ -53,7 +53,7 @@ class Turn:
         is still at work.
         """
         stop = threading.Event()
-        most = self.timeout_seconds, self.worker.rank, "a request to the store (--timeout)"
+        most = self.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
         instead = (lambda: cut_off(self.store)) if self.goes_on else None
 
         def beat() -> None:
