@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What --async-save, --elastic and --trace cost: the same run with and without, in turns.
 
-    costs.py [--turns 3] [--only async,async-busy,mnist,bert,trace]
+    costs.py [--turns 3] [--only async,async-busy,mnist,bert,trace] [--steps 500]
 
 `async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
 two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
@@ -70,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", default="")
+    parser.add_argument("--steps", type=int, help="of each run, in place of its own")
     args = parser.parse_args()
     print(describe())
     with tempfile.TemporaryDirectory() as cache:
@@ -79,7 +80,8 @@ def main() -> None:
             found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
             for turn in range(args.turns):
                 for way, more in ways.items() if turn % 2 == 0 else reversed(ways.items()):
-                    found[way].append(seconds(script, gpus, [*flags, *more], Path(cache)))
+                    steps = ["--max-steps", args.steps] if args.steps else []
+                    found[way].append(seconds(script, gpus, [*flags, *steps, *more], Path(cache)))
             base = next(iter(ways))
             for way, times in found.items():
                 pairs = [*zip(times, found[base], strict=True)]
