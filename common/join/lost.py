@@ -134,15 +134,20 @@ class _Search:
         self.survivors: dict[int, dict] = {}  # what each has posted, by rank
         self.unread: set[int] = set()  # numbers of posts that have been begun
         self.counted = 0
+        self.store_answers = True
         self.began = time.monotonic()
 
     def run(self) -> str:
         """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
         frozen rank 0 never answers."""
-        return within(SEARCH_SECONDS + ANSWER_SECONDS, self._search) or self._without_store(is_gone=False)
+        found = within(SEARCH_SECONDS + ANSWER_SECONDS, self._search)
+        self.store_answers = bool(found)
+        return found or self._without_store(is_gone=False)
 
     def linger(self) -> None:
         """Rank 0 waits until the other survivors no longer need the store."""
+        if not self.store_answers:
+            return  # a request would take --timeout, and no one would see it
         self.store.add("lost/left", 1)
         if self.worker.is_main:
             survivors = self.worker.world_size - len(self.lost)
