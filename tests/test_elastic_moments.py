@@ -20,7 +20,7 @@ from common.join.waiting import limit
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
 from common.record.lock import lock
-from tests.harness import freeze, kill, nodes_of, playing, rows
+from tests.harness import freeze, kill, nodes_of, play, playing, rows
 from tests.test_elastic import (  # noqa: F401
     ELASTIC,
     FLAGS,
@@ -229,3 +229,30 @@ def test_a_run_that_goes_on_takes_the_lock_of_a_member_that_is_frozen_elsewhere(
 ])  # fmt: skip
 def test_the_timeout_of_a_loader_is_not_taken_for_a_lost_rank(text, lost):
     assert is_contact_lost(RuntimeError(text)) == lost
+
+
+LOSES = """import time
+import torch
+import torch.distributed as dist
+from common.record.report import Report
+compare = Report._compare_weights
+
+
+def compare_and_lose(self, step, net):
+    compare(self, step, net)
+    if step == 46 and not self.group.members.generation:  # next, all but rank 0 wait on the store
+        if self.group.worker.rank == 0:
+            dist.recv(torch.zeros(1), src=3)
+        time.sleep(600 if self.group.worker.rank == 3 else 3)
+
+
+Report._compare_weights = compare_and_lose
+"""
+
+
+def test_ranks_that_wait_on_the_store_come_when_another_one_has_lost_contact(undisturbed, tmp_path):  # noqa: F811
+    losing = altered(tmp_path / "other_ddp", {"import torch\n": LOSES})
+    play(losing, (3, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 8)
+    require_same(tmp_path / "run", undisturbed)
+    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
+    assert causes and causes[0].startswith("lost rank 3, node 1"), causes

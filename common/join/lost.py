@@ -6,6 +6,7 @@ is there, looks up the processes of its own machine, and reads what others have 
 lost/survivor         counts the survivors that have posted
     /survivor/N       one of them: its rank, and what its error says, as JSON
     /left             counts the survivors that no longer need the store
+    /meet             there once a rank has gone to meet the others (--elastic), who may be waiting on the store
 """
 
 import contextlib
@@ -28,6 +29,7 @@ from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 
 Found = TypeVar("Found")
+MEET = "lost/meet"
 CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted without a cause
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
 SEARCH_LATE_SECONDS = 1.0  # the same, where a rank has waited for --timeout already

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import cut_off
-from common.join.lost import is_contact_lost, store_request
+from common.join.lost import MEET, is_contact_lost, store_request
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
@@ -40,7 +40,7 @@ class Turn:
         goes_on: bool = False,  # without a rank that is lost (--elastic)
     ):
         self.worker, self.views, self.goes_on = worker, views, goes_on
-        self.store = dist.PrefixStore(f"turn/{name}", store)
+        self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.failure: dict | None = None  # this rank's, or another's that it has read
         self.lock = threading.Lock()  # the heartbeat thread polls for failures too
@@ -132,12 +132,15 @@ class Turn:
             return self.failure
 
     def raise_failure(self) -> None:
-        """Raise the failure that a rank has announced, if there is one."""
+        """Raise the failure that a rank has announced, if there is one. Raises RankLost where a rank has lost contact
+        before it came here, and has gone to meet the others (--elastic)."""
         if failure := self.known_failure():
             kind: type[ExplainedError] = UserError if failure["mistake"] else RankLost if failure["lost"] else RunError
             error = kind(failure["message"], same_on_every_rank=True)
             before_exit(error, self._linger)
             raise error
+        if self.goes_on and self.store_of_all.check([MEET]):
+            raise RankLost("another rank has lost contact with a member")
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
         """A function that raises RunError when one of these ranks has had no heartbeat for --timeout."""

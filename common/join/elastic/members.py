@@ -7,6 +7,7 @@ of the rank that leads, which lets it in between two steps (lookout.py).
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ from common.join.elastic.change import attend, follow, meet
 from common.join.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
 from common.join.elastic.membership import ADDRESSES, LetIn, Membership, address_of
 from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
-from common.join.lost import TIMEOUTS, in_words, is_contact_lost, within
+from common.join.lost import MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
 from common.join.view import places
 from common.join.waiting import poll
@@ -137,6 +138,7 @@ def surviving(
                 within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
         _leave_at_once(connections)  # the other ranks, which may wait for this one, notice it now
+        _call(store)  # and those that wait on the store
         late = any(sign in str(error) for sign in TIMEOUTS)
         change = meet(members, lambda states: _why(states, views, store), late)
     else:
@@ -149,6 +151,16 @@ def _leave_at_once(connections: Connections) -> None:
     connections.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _call(store: dist.Store) -> None:
+    """Tell the ranks that wait on the store to come and meet. A thread does it, because the store may not answer."""
+
+    def post() -> None:
+        with suppress(RuntimeError):
+            store.set(MEET, "")
+
+    threading.Thread(target=post, name="call", daemon=True).start()
 
 
 def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:
