@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """What --async-save, --elastic and --trace cost: the same run with and without, in turns.
 
-    costs.py [--turns 3] [--only async,async-busy,mnist,mnist-two,bert,trace] [--steps 500]
+    costs.py [--turns 3] [--only async,async-busy,mnist,mnist-two,bert,trace,turns] [--steps 500]
 
 `async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
 two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
 `mnist-two`: the same of 1+1 ranks, which disturb each other less on two cores. `trace`: all steps of 3+1 ranks, against
 none. Seconds count from the header to the last line, so that all that a run does is in them, the writing of a trace
 too; in brackets, those of the training alone, without evaluations and checkpoints (digits have six steps an epoch, and
-a checkpoint after each), and the seconds that all processes have computed. About 35 minutes on two cores.
+a checkpoint after each), and the seconds that all processes have computed.
+
+`turns`: what --elastic adds to each step, the loss beside the gradients, put on and off every 20 steps of one run, so
+that a machine that is faster at one time than at another disturbs it less. About 35 minutes on two cores.
 """
 
 import argparse
+import json
 import resource
 import statistics
 import sys
@@ -67,6 +71,69 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tu
         return said["] done  "] - began, summary["seconds"], computed() - before
 
 
+TURN_STEPS = 20
+IN_TURNS = f'''"""The trainer, with the loss beside the gradients in every other turn; notes when each step ended."""
+
+import json
+import time
+
+from common.record.report import Report
+from mnist_ddp.train import train as train_always
+
+note, summary, ended, way = Report.note, Report.summary, [], []
+
+
+def note_in_turns(self, step, *rest, **more):
+    note(self, step, *rest, **more)
+    if not way:
+        way.append(self.timer.at_exchange)
+    self.timer.at_exchange = way[0] if step // {TURN_STEPS} % 2 else None
+    ended.append(time.perf_counter())
+
+
+def summary_of_turns(self, step, **numbers):
+    if self.output:
+        (self.output.folder / "ended.json").write_text(json.dumps(ended))
+    summary(self, step, **numbers)
+
+
+Report.note, Report.summary = note_in_turns, summary_of_turns
+
+
+def train(worker, args):
+    train_always(worker, args)
+'''
+
+
+def show_turns(gpus: tuple[int, ...], steps: int) -> None:
+    """Print how much longer a step takes with the loss beside the gradients: medians of the turns of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "turns_ddp"
+        package.mkdir()
+        (package / "train.py").write_text(IN_TURNS)
+        script = package / MNIST.name
+        script.write_text(MNIST.read_text().replace("mnist_ddp.train:train", "turns_ddp.train:train"))
+        flags = [*DIGITS, "--max-steps", steps, "--save-every", "10h", "--elastic", 2]
+        run = PlayedRun(script, gpus, Path(folder) / "run", *flags)
+        codes = [node.wait() for node in run.nodes]
+        if any(codes):
+            raise SystemExit(run.said())
+        ended = json.loads((run.folder / "ended.json").read_text())
+    took = {step: ended[step - 1] - ended[step - 2] for step in range(2, len(ended) + 1)}
+    # Without the first step of each turn, in which the one before may still show.
+    turns = [
+        statistics.median(took[step] for step in range(first + 2, first + TURN_STEPS + 1))
+        for first in range(0, len(ended) - TURN_STEPS + 1, TURN_STEPS)
+    ]
+    off, on = turns[2::2], turns[3::2]  # the first two warm up
+    ratios = [with_it / without for without, with_it in zip(off, on, strict=False)]
+    print(
+        f"turns: {'+'.join(map(str, gpus))} ranks: {1000 * statistics.median(off):.2f} ms a step, with the loss beside "
+        f"the gradients {statistics.median(ratios):.4f} of it (median of {len(ratios)} pairs of turns)",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
@@ -74,6 +141,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each run, in place of its own")
     args = parser.parse_args()
     print(describe())
+    if not args.only or "turns" in args.only.split(","):
+        for gpus in (1, 1), (3, 1):
+            show_turns(gpus, args.steps or 4000)
     with tempfile.TemporaryDirectory() as cache:
         for name, (script, gpus, flags, ways) in CASES.items():
             if args.only and name not in args.only.split(","):
