@@ -10,12 +10,13 @@ none. Seconds count from the header to the last line, so that all that a run doe
 too; in brackets, those of the training alone, without evaluations and checkpoints (digits have six steps an epoch, and
 a checkpoint after each), and the seconds that all processes have computed.
 
-`turns`: what --elastic adds to each step, the loss beside the gradients, put on and off every 20 steps of one run, so
-that a machine that is faster at one time than at another disturbs it less. About 35 minutes on two cores.
+`turns`: what --elastic adds to each step, the loss beside the gradients, in every other step of one run, so that a
+machine that is faster at one time than at another disturbs it less. About 40 minutes on two cores.
 """
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import sys
@@ -71,8 +72,7 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tu
         return said["] done  "] - began, summary["seconds"], computed() - before
 
 
-TURN_STEPS = 20
-IN_TURNS = f'''"""The trainer, with the loss beside the gradients in every other turn; notes when each step ended."""
+IN_TURNS = '''"""The trainer, with the loss beside the gradients in every other step; notes when each step has ended."""
 
 import json
 import time
@@ -87,7 +87,7 @@ def note_in_turns(self, step, *rest, **more):
     note(self, step, *rest, **more)
     if not way:
         way.append(self.timer.at_exchange)
-    self.timer.at_exchange = way[0] if step // {TURN_STEPS} % 2 else None
+    self.timer.at_exchange = None if step % 2 else way[0]  # in the next step
     ended.append(time.perf_counter())
 
 
@@ -105,8 +105,11 @@ def train(worker, args):
 '''
 
 
+STEPS_PER_EPOCH = 6  # of 1,438 digits
+
+
 def show_turns(gpus: tuple[int, ...], steps: int) -> None:
-    """Print how much longer a step takes with the loss beside the gradients: medians of the turns of one run."""
+    """Print how much longer a step takes with the loss beside the gradients."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "turns_ddp"
         package.mkdir()
@@ -119,17 +122,17 @@ def show_turns(gpus: tuple[int, ...], steps: int) -> None:
         if any(codes):
             raise SystemExit(run.said())
         ended = json.loads((run.folder / "ended.json").read_text())
-    took = {step: ended[step - 1] - ended[step - 2] for step in range(2, len(ended) + 1)}
-    # Without the first step of each turn, in which the one before may still show.
-    turns = [
-        statistics.median(took[step] for step in range(first + 2, first + TURN_STEPS + 1))
-        for first in range(0, len(ended) - TURN_STEPS + 1, TURN_STEPS)
-    ]
-    off, on = turns[2::2], turns[3::2]  # the first two warm up
-    ratios = [with_it / without for without, with_it in zip(off, on, strict=False)]
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(101, len(ended) + 1):  # the first ones warm up
+        if step % STEPS_PER_EPOCH > 1:  # the last batch of an epoch is smaller, and before the first it evaluates
+            took[step % 2 == 1].append(1000 * (ended[step - 1] - ended[step - 2]))
+    without, with_it = (statistics.median(one) for one in took.values())
+    # The standard error of a median; without the slowest steps, in which something else has run.
+    errors = [1.25 * statistics.stdev(sorted(one)[: -len(one) // 50]) / math.sqrt(len(one)) for one in took.values()]
     print(
-        f"turns: {'+'.join(map(str, gpus))} ranks: {1000 * statistics.median(off):.2f} ms a step, with the loss beside "
-        f"the gradients {statistics.median(ratios):.4f} of it (median of {len(ratios)} pairs of turns)",
+        f"turns: {'+'.join(map(str, gpus))} ranks: {without:.3f} ms a step, with the loss beside the gradients "
+        f"{with_it:.3f}: {with_it / without:.4f} of it, +- {math.hypot(*errors) / without:.4f} "
+        f"({len(took[False])} steps without, {len(took[True])} with it)",
         flush=True,
     )
 
