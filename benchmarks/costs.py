@@ -11,7 +11,7 @@ too; in brackets, those of the training alone, without evaluations and checkpoin
 a checkpoint after each), and the seconds that all processes have computed.
 
 `turns`: what --elastic adds to each step, the loss beside the gradients, in every other step of one run, so that a
-machine that is faster at one time than at another disturbs it less. About 40 minutes on two cores.
+machine that is faster at one time than at another disturbs it less.
 """
 
 import argparse

@@ -149,7 +149,7 @@ class _Search:
     def linger(self) -> None:
         """Rank 0 waits until the other survivors no longer need the store."""
         if not self.store_answers:
-            return  # a request would take --timeout, and no one would see it
+            return  # this request would not be answered either, and hold this rank for --timeout
         self.store.add("lost/left", 1)
         if self.worker.is_main:
             survivors = self.worker.world_size - len(self.lost)

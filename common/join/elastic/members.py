@@ -7,7 +7,6 @@ of the rank that leads, which lets it in between two steps (lookout.py).
 """
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -138,7 +137,7 @@ def surviving(
                 within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
             raise
         _leave_at_once(connections)  # the other ranks, which may wait for this one, notice it now
-        _call(store)  # and those that wait on the store
+        within(0.0, lambda: store.set(MEET, ""))  # and those that wait on the store, which may not answer
         late = any(sign in str(error) for sign in TIMEOUTS)
         change = meet(members, lambda states: _why(states, views, store), late)
     else:
@@ -151,16 +150,6 @@ def _leave_at_once(connections: Connections) -> None:
     connections.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _call(store: dist.Store) -> None:
-    """Tell the ranks that wait on the store to come and meet. A thread does it, because the store may not answer."""
-
-    def post() -> None:
-        with suppress(RuntimeError):
-            store.set(MEET, "")
-
-    threading.Thread(target=post, name="call", daemon=True).start()
 
 
 def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:
