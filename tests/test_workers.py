@@ -14,15 +14,23 @@ LOADERS = {
     "stock": "dict(num_workers=2, persistent_workers=True)",
     "stock forkserver": "dict(num_workers=2, persistent_workers=True, multiprocessing_context='forkserver')",
     "ours": "worker_options(2, group.device)",
+    "ours, ended late": "worker_options(2, group.device) | {'worker_init_fn': late}",
 }
+KINDS = ["stock", "stock forkserver", "ours"]
 IMPORTS = """
+import ctypes
 import json
 import multiprocessing
 import psutil
 from torch.utils.data import DataLoader, Dataset
+from common.uneven import workers
 from common.uneven.workers import worker_options
 
 multiprocessing.set_forkserver_preload(["torch", "psutil"])  # what a stranger may forget, and then waits longer
+
+def late(worker_id):  # as if the system were late to end this process with its fork server
+    workers.end_with_rank(worker_id)
+    ctypes.CDLL(None).prctl(workers.PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 class Numbers(Dataset):
     def __init__(self, count=64, bad=None):
@@ -95,7 +103,7 @@ def endless(request, tmp_path):
     left(tmp_path, 2, seconds=0)
 
 
-every_loader = pytest.mark.parametrize("endless", LOADERS, indirect=True)
+every_loader = pytest.mark.parametrize("endless", KINDS, indirect=True)
 our_loader = pytest.mark.parametrize("endless", ["ours"], indirect=True)
 
 
@@ -111,7 +119,7 @@ def test_a_run_that_is_done_returns_though_its_loader_lives(loader, launcher, tm
     assert not left(tmp_path, 2)
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", KINDS)
 def test_an_error_in_the_data_set_leaves_no_process(loader, tmp_path):
     node = play(tmp_path, 2, loader, GO_ON, "Numbers(bad=40 if worker.rank else None)")
     (result,) = node.results(timeout=60)
@@ -222,6 +230,21 @@ def test_a_fork_server_that_is_killed_is_named_in_one_line(endless):
     assert len(said) == 1 and "fork server" in said[0], result.output
     assert "Traceback" not in result.output and "Warning" not in result.output, result.output
     assert not left(folder, 2)
+
+
+def test_a_process_of_the_loader_that_ends_after_its_fork_server_prints_no_traceback(tmp_path):
+    rest = f"""
+    try:
+        {GO_ON}
+    except RuntimeError:
+        time.sleep(2)  # a moment in which the loader has told its processes to stop
+        raise
+    """
+    node = play(tmp_path, 1, "ours, ended late", rest, ENDLESS)
+    os.kill(started(tmp_path, 1)[0][1], signal.SIGKILL)
+    (result,) = node.results(timeout=60)
+    assert result.code == 1 and len(result.output.splitlines()) == 1, result.output
+    assert not left(tmp_path, 1)
 
 
 def test_a_process_of_the_loader_has_one_thread_and_leaves_ctrl_c_to_the_rank(tmp_path):

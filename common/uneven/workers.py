@@ -12,13 +12,16 @@ it with the indices of every batch (`common.uneven.sampling.Indices`).
 import ctypes
 import multiprocessing
 import signal
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+END_SECONDS = 5.0  # within which a process has ended that the system has been told to end
 
 
 def worker_options(workers: int, device: torch.device, preload: Sequence[str] = ()) -> dict[str, Any]:
@@ -38,14 +41,35 @@ def worker_options(workers: int, device: torch.device, preload: Sequence[str] = 
     if not workers:
         return options
     forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    context = _ForkServerContext() if forks else multiprocessing.get_context("spawn")
     if forks:
-        from multiprocessing import forkserver  # which Windows does not have
+        from multiprocessing import forkserver
 
         context.set_forkserver_preload(["torch", *preload])
         forkserver.ensure_running()
     options |= {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": end_with_rank}
     return options
+
+
+if sys.platform != "win32":  # which has no fork server
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+    class _Process(ForkServerProcess):
+        """A loader's process that does not print a traceback when its fork server is killed.
+
+        The rank learns of that a moment before the system ends this process (see `end_with_rank`). In between, the
+        DataLoader takes this process for dead and tells it to stop, which torch's loop asserts not to happen.
+        """
+
+        def run(self) -> None:
+            try:
+                super().run()
+            except AssertionError:  # those of a data set, torch's loop sends to the rank
+                time.sleep(END_SECONDS)
+                raise
+
+    class _ForkServerContext(ForkServerContext):
+        Process = _Process
 
 
 def end_with_rank(worker_id: int) -> None:
@@ -55,7 +79,7 @@ def end_with_rank(worker_id: int) -> None:
     Should that one be killed, the rank takes its processes for dead and says so; on Linux they end with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if type(multiprocessing.current_process()).__name__ == "ForkServerProcess":
+    if sys.platform != "win32" and isinstance(multiprocessing.current_process(), ForkServerProcess):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "prctl"):
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
