@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""What --async-save, --elastic and --trace cost: the same run with and without, in turns.
+"""What --async-save, --elastic, --trace and --balance auto cost: the same run with and without, in turns.
 
-    costs.py [--turns 3] [--only async,async-busy,mnist,mnist-two,bert,trace,turns] [--steps 500]
+    costs.py [--turns 3] [--only async,balance-bert] [--steps 500]
 
 `async`: BERT-small on one rank with a free core, a checkpoint every 10 steps, against no checkpoints. `async-busy`: on
 two ranks that need all cores. `mnist` and `bert`: 3+1 ranks with --elastic and nothing that happens, against without.
 `mnist-two`: the same of 1+1 ranks, which disturb each other less on two cores. `trace`: all steps of 3+1 ranks, against
-none. Seconds count from the header to the last line, so that all that a run does is in them, the writing of a trace
-too; in brackets, those of the training alone, without evaluations and checkpoints (digits have six steps an epoch, and
-a checkpoint after each), and the seconds that all processes have computed.
+none. `balance-mnist` and `balance-bert`: 1+1 ranks of the same speed with --balance auto, against equal shares. Seconds
+count from the header to the last line, so that all that a run does is in them, the writing of a trace too; in brackets,
+those of the training alone, without evaluations and checkpoints (digits have six steps an epoch, and a checkpoint after
+each), and the seconds that all processes have computed.
 
 `turns`: what --elastic adds to each step, the loss beside the gradients, in every other step of one run, so that a
 machine that is faster at one time than at another disturbs it less.
@@ -40,6 +41,7 @@ BESIDE: dict[str, list] = {
     "beside": ["--save-every", 10, "--async-save"],
 }
 MEMBERS: dict[str, list] = {"off": [], "--elastic 2": ["--elastic", 2]}
+BALANCED: dict[str, list] = {"off": [], "--balance auto": ["--balance", "auto"]}
 TRACED: dict[str, list] = {"off": [], "--trace 1500": ["--trace", 1500]}
 CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
     "async": (BERT, (1,), SMALL, BESIDE),
@@ -48,6 +50,8 @@ CASES: dict[str, tuple[Path, tuple[int, ...], list, dict[str, list]]] = {
     "mnist-two": (MNIST, (1, 1), DIGITS, MEMBERS),
     "bert": (BERT, (3, 1), TINY, MEMBERS),
     "trace": (MNIST, (3, 1), DIGITS, TRACED),
+    "balance-mnist": (MNIST, (1, 1), DIGITS, BALANCED),
+    "balance-bert": (BERT, (1, 1), TINY, BALANCED),
 }
 
 
