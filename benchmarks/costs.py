@@ -11,8 +11,9 @@ count from the header to the last line, so that all that a run does is in them, 
 those of the training alone, without evaluations and checkpoints (digits have six steps an epoch, and a checkpoint after
 each), and the seconds that all processes have computed.
 
-`turns`: what --elastic adds to each step, the loss beside the gradients, in every other step of one run, so that a
-machine that is faster at one time than at another disturbs it less.
+`turns`: what --elastic adds to a step (the loss beside the gradients) and --balance auto (the ranks' times, exchanged
+every five steps), on in half of the steps of one run, so that a machine that is faster at one time than at another
+disturbs it less.
 """
 
 import argparse
@@ -76,32 +77,41 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tu
         return said["] done  "] - began, summary["seconds"], computed() - before
 
 
-IN_TURNS = '''"""The trainer, with the loss beside the gradients in every other step; notes when each step has ended."""
+IN_TURNS = '''"""The trainer, with something on in half of its steps; notes when each ended, and if it is on next."""
 
 import json
 import time
 
 from common.record.report import Report
+from common.uneven.balance import Balancer
 from mnist_ddp.train import train as train_always
 
-note, summary, ended, way = Report.note, Report.summary, [], []
+note, summary, end_step, steps, exchanged = Report.note, Report.summary, Balancer.end_step, [], []
 
 
 def note_in_turns(self, step, *rest, **more):
     note(self, step, *rest, **more)
-    if not way:
-        way.append(self.timer.at_exchange)
-    self.timer.at_exchange = None if step % 2 else way[0]  # in the next step
-    ended.append(time.perf_counter())
+    if not exchanged:
+        exchanged.append(self.timer.at_exchange)
+    is_on = {way}
+    steps.append((time.perf_counter(), is_on))
+    if {elastic}:
+        self.timer.at_exchange = exchanged[0] if is_on else None  # in the next step
+
+
+def end_step_in_turns(self, work):
+    return end_step(self, work) if steps and steps[-1][1] else False
 
 
 def summary_of_turns(self, step, **numbers):
     if self.output:
-        (self.output.folder / "ended.json").write_text(json.dumps(ended))
+        (self.output.folder / "steps.json").write_text(json.dumps(steps))
     summary(self, step, **numbers)
 
 
 Report.note, Report.summary = note_in_turns, summary_of_turns
+if not {elastic}:
+    Balancer.end_step = end_step_in_turns
 
 
 def train(worker, args):
@@ -110,32 +120,37 @@ def train(worker, args):
 
 
 STEPS_PER_EPOCH = 6  # of 1,438 digits
+TURNS: dict[str, tuple[list, str]] = {  # flags, and in which steps they are on
+    "--elastic 2": (["--elastic", 2], "step % 2 == 0"),
+    "--balance auto": (["--balance", "auto"], "step // 20 % 2 == 0"),  # it exchanges times every five steps
+}
 
 
-def show_turns(gpus: tuple[int, ...], steps: int) -> None:
-    """Print how much longer a step takes with the loss beside the gradients."""
+def show_turns(name: str, gpus: tuple[int, ...], steps: int) -> None:
+    """Print how much longer a step takes with what `name` adds to it."""
+    more, way = TURNS[name]
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "turns_ddp"
         package.mkdir()
-        (package / "train.py").write_text(IN_TURNS)
+        (package / "train.py").write_text(IN_TURNS.format(way=way, elastic="elastic" in name))
         script = package / MNIST.name
         script.write_text(MNIST.read_text().replace("mnist_ddp.train:train", "turns_ddp.train:train"))
-        flags = [*DIGITS, "--max-steps", steps, "--save-every", "10h", "--elastic", 2]
-        run = PlayedRun(script, gpus, Path(folder) / "run", *flags)
+        run = PlayedRun(script, gpus, Path(folder) / "run", *DIGITS, "--max-steps", steps, "--save-every", "10h", *more)
         codes = [node.wait() for node in run.nodes]
         if any(codes):
             raise SystemExit(run.said())
-        ended = json.loads((run.folder / "ended.json").read_text())
+        ended = json.loads((run.folder / "steps.json").read_text())
     took: dict[bool, list[float]] = {False: [], True: []}
     for step in range(101, len(ended) + 1):  # the first ones warm up
         if step % STEPS_PER_EPOCH > 1:  # the last batch of an epoch is smaller, and before the first it evaluates
-            took[step % 2 == 1].append(1000 * (ended[step - 1] - ended[step - 2]))
+            (before, was_on), (now, _) = ended[step - 2], ended[step - 1]
+            took[was_on].append(1000 * (now - before))
     without, with_it = (statistics.median(one) for one in took.values())
     # The standard error of a median; without the slowest steps, in which something else has run.
     errors = [1.25 * statistics.stdev(sorted(one)[: -len(one) // 50]) / math.sqrt(len(one)) for one in took.values()]
     print(
-        f"turns: {'+'.join(map(str, gpus))} ranks: {without:.3f} ms a step, with the loss beside the gradients "
-        f"{with_it:.3f}: {with_it / without:.4f} of it, +- {math.hypot(*errors) / without:.4f} "
+        f"turns: {name}, {'+'.join(map(str, gpus))} ranks: {without:.3f} ms a step, with it {with_it:.3f}: "
+        f"{with_it / without:.4f} of it, +- {math.hypot(*errors) / without:.4f} "
         f"({len(took[False])} steps without, {len(took[True])} with it)",
         flush=True,
     )
@@ -149,8 +164,9 @@ def main() -> None:
     args = parser.parse_args()
     print(describe())
     if not args.only or "turns" in args.only.split(","):
-        for gpus in (1, 1), (3, 1):
-            show_turns(gpus, args.steps or 4000)
+        for name in TURNS:
+            for gpus in (1, 1), (3, 1):
+                show_turns(name, gpus, args.steps or 4000)
     with tempfile.TemporaryDirectory() as cache:
         for name, (script, gpus, flags, ways) in CASES.items():
             if args.only and name not in args.only.split(","):

@@ -4,9 +4,10 @@
     predicted.py [--only 3+1,slow] [--links "no limit,100 Mbit"] [--cache-dir cache]
 
 Nodes are processes on two network namespaces of this machine, in control groups that give each rank a fraction of a
-core. For each layout, the ranks first train alone, all at once, with two batch sizes: that gives each rank's speed, and
-what a step takes besides. For each link, `python -m common.doctor --json` measures it. From these the step time of
-each way to train is predicted, and then measured. Needs root and iproute2.
+core. For each link, `python -m common.doctor --json` measures it, and runs measure the step time of each way to train.
+Before and after these, the ranks train alone, all at once, with two batch sizes: that gives each rank's speed, and what
+a step takes besides. The step times are predicted from the mean of both; `drift` is the largest difference between the
+speeds before and after, which no prediction can know. Needs root and iproute2.
 """
 
 import argparse
@@ -79,7 +80,10 @@ def step_seconds(folder: Path, first: int, last: int) -> float:
     return (times[last] - times[first]) / (last - first)
 
 
-def calibrate(gpus: tuple[int, ...], speeds: tuple[float, ...], corpus: list[str]) -> tuple[list[float], list[float]]:
+Calibration = tuple[list[float], list[float]]  # samples a second, and seconds besides, of each rank
+
+
+def calibrate(gpus: tuple[int, ...], speeds: tuple[float, ...], corpus: list[str]) -> Calibration:
     """(samples a second, seconds besides) of each rank, from runs of one process each, all at the same time."""
     each = [speed for count, speed in zip(gpus, speeds, strict=True) for _ in range(count)]
     share, found = GLOBAL_BATCH // len(each), []
@@ -124,29 +128,36 @@ def examine(nodes: Nodes) -> dict:
     return json.loads(printed[0])
 
 
-def compare(name: str, link: str, calibrated: tuple[list[float], list[float]], corpus: list[str]) -> list[float]:
-    """Print the rows of one layout on one link. Returns the errors; then whether the advice was the fastest."""
+def mean(before: Calibration, after: Calibration) -> Calibration:
+    pairs = zip(before, after, strict=True)
+    rates, besides = ([statistics.mean(both) for both in zip(*lists, strict=True)] for lists in pairs)
+    return rates, besides
+
+
+def compare(name: str, link: str, before: Calibration, corpus: list[str]) -> tuple[list[float], Calibration]:
+    """Print the rows of one layout on one link. Returns the errors, and the speeds afterwards."""
     gpus, speeds = LAYOUTS[name]
     per_node = [count * speed for count, speed in zip(gpus, speeds, strict=True)]
-    errors, found = [], {}
     with hosts(**LINKS[link]) as interface, fractions(per_node) as cores:
         nodes = Nodes(gpus, cores, interface if len(gpus) > 1 else None)
         report = examine(nodes)
         between = figures.slowest_link(report["links"]) or INSIDE
         all_reduces = figures.all_reduces_of(report["all_reduce"])
-        cluster = Cluster(gpus, tuple(calibrated[0]), tuple(calibrated[1]), INSIDE, between, all_reduces)
-        for way in ways(cluster, 50):
-            if not (way.balanced and name != "slow"):  # equal fractions of a core differ by chance alone
-                expected = predict(cluster, GLOBAL_BATCH, GRADIENTS, way).seconds
-                found[way] = (expected, measure(nodes, way, corpus))
-    advised = min(found, key=lambda way: found[way][0])
-    fastest = min(seconds for _, seconds in found.values())
-    for way, (expected, seconds) in found.items():
-        errors.append(expected / seconds - 1)
+        cluster = Cluster(gpus, tuple(before[0]), tuple(before[1]), INSIDE, between, all_reduces)
+        # Equal fractions of a core differ by chance alone.
+        found = {way: measure(nodes, way, corpus) for way in ways(cluster, 50) if name == "slow" or not way.balanced}
+    after = calibrate(gpus, speeds, corpus)
+    rates, besides = mean(before, after)
+    cluster = Cluster(gpus, tuple(rates), tuple(besides), INSIDE, between, all_reduces)
+    drift = max(max(pair) / min(pair) - 1 for pair in zip(before[0], after[0], strict=True))
+    expected = {way: predict(cluster, GLOBAL_BATCH, GRADIENTS, way).seconds for way in found}
+    advised = min(expected, key=expected.__getitem__)
+    for way, seconds in found.items():
         mark = "advised" if way == advised else ""
-        cells = [name, link, way.flags, f"{expected * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{errors[-1]:+.0%}", mark]
-        print("| " + " | ".join(cells) + f" | {seconds / fastest:.2f} |", flush=True)
-    return errors
+        times = f"{expected[way] * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{expected[way] / seconds - 1:+.0%}"
+        cells = [name, link, way.flags, *times, mark, f"{seconds / min(found.values()):.2f}", f"{drift:.0%}"]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    return [expected[way] / seconds - 1 for way, seconds in found.items()], after
 
 
 def main() -> None:
@@ -156,12 +167,13 @@ def main() -> None:
     parser.add_argument("--cache-dir", type=Path, default=ROOT / "cache")
     args = parser.parse_args()
     corpus, errors = ["--cache-dir", str(args.cache_dir.resolve())], []
-    print("| layout | link | flags | predicted ms | measured ms | error | | of the fastest |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| layout | link | flags | predicted ms | measured ms | error | | of the fastest | drift |")
+    print("| --- " * 9 + "|")
     for name in args.only.split(","):
         calibrated = calibrate(*LAYOUTS[name], corpus)
         for link in args.links.split(",") if len(LAYOUTS[name][0]) > 1 else ["no limit"]:
-            errors += compare(name, link, calibrated, corpus)
+            more, calibrated = compare(name, link, calibrated, corpus)
+            errors += more
     sizes = sorted(map(abs, errors))
     print(f"\n{len(errors)} cells: median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}. {describe()}")
 
