@@ -12,7 +12,7 @@ those of the training alone, without evaluations and checkpoints (digits have si
 each), and the seconds that all processes have computed.
 
 `turns`: what --elastic adds to a step (the loss beside the gradients) and --balance auto (the ranks' times, exchanged
-every five steps), on in half of the steps of one run, so that a machine that is faster at one time than at another
+every 5 to 50 steps), on in half of the steps of one run, so that a machine that is faster at one time than at another
 disturbs it less.
 """
 
@@ -122,7 +122,7 @@ def train(worker, args):
 STEPS_PER_EPOCH = 6  # of 1,438 digits
 TURNS: dict[str, tuple[list, str]] = {  # flags, and in which steps they are on
     "--elastic 2": (["--elastic", 2], "step % 2 == 0"),
-    "--balance auto": (["--balance", "auto"], "step // 20 % 2 == 0"),  # it exchanges times every five steps
+    "--balance auto": (["--balance", "auto"], "step // 60 % 2 == 0"),  # it exchanges times every 5 to 50 steps
 }
 
 

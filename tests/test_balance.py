@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.uneven.balance import IDLE_WINDOWS, WINDOW_STEPS, Speeds, fastest
+from common.uneven.balance import IDLE_WINDOWS, WINDOW_STEPS, Speeds, fastest, next_window
 from common.uneven.batching import plan_batches
 
 GLOBAL_BATCH = 256
@@ -54,6 +54,12 @@ def test_all_ranks_that_have_work_end_at_the_same_time(cost, update):
 def test_a_rank_whose_update_alone_takes_longer_than_the_step_gets_nothing():
     work = fastest([1.0, 1.0, 1.0], [0.0, 0.0, 80.0], 100.0)
     assert work == [50.0, 50.0, 0.0]
+
+
+@pytest.mark.parametrize("step_ms, steps", [(1000.0, 5), (40.0, 5), (20.0, 10), (6.0, 34), (1.0, 50), (0.0, 50)])
+def test_a_window_takes_as_many_steps_as_the_slowest_rank_computes_in_a_fifth_of_a_second(step_ms, steps):
+    passes, update = [step_ms * 5, step_ms], [step_ms * 2, 0.0]  # of 7 steps
+    assert next_window(7, passes, update) == steps
 
 
 def test_the_first_window_already_gives_shares_by_speed():

@@ -9,6 +9,7 @@ stays the same, because the optimisation does not depend on the shares:
     shares by speed                         40    39    39    10      0.40 s
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -23,7 +24,8 @@ from common.uneven.ddp import UnevenDistributedDataParallel
 from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.timer import StepTimer
 
-WINDOW_STEPS = 5  # between two exchanges of the ranks' times
+WINDOW_STEPS, MOST_STEPS = 5, 50  # between two exchanges of the ranks' times
+WINDOW_MS = 200.0  # that the slowest rank computes in between, where 50 steps are enough: an exchange delays a step
 UNTIMED_STEPS = 2  # the first ones, which allocate memory and start libraries
 WORTHWHILE = 0.98  # a change must bring the time of a step below this part of what it is
 CLEAR = 0.9  # and unless it brings it below this, all of the last windows must say so
@@ -57,14 +59,14 @@ class Balancer:
             )
         self.plan, self.sampler, self.timer, self.on = plan, sampler, timer, on and dist.get_world_size() > 1
         self.speeds = Speeds()
-        self.untimed = UNTIMED_STEPS
+        self.untimed, self.window_steps = UNTIMED_STEPS, WINDOW_STEPS
         self.work: list[float] = []  # of the steps of this window
         self.exchange: Exchange | None = None  # of the last window, under way
 
     def end_step(self, work: float) -> bool:
         """Call after each optimizer step, in which this rank has computed `work` samples, or tokens where lengths
-        differ. Every fifth call starts to exchange a few numbers, and the next one uses them: every rank must call
-        this. True when the shares change.
+        differ. Every fifth call, or a later one where steps are short, starts to exchange a few numbers, and the next
+        one uses them: every rank must call this. True when the shares change.
         """
         if not self.on:
             return False
@@ -74,8 +76,8 @@ class Balancer:
             self.untimed -= 1
             return False
         self.work.append(work)
-        if len(self.work) == WINDOW_STEPS:
-            times = self.timer.latest(WINDOW_STEPS)
+        if len(self.work) == self.window_steps:
+            times = self.timer.latest(self.window_steps)
             mine = [sum(self.work), sum(one.passes for one in times), sum(one.update for one in times)]
             self.exchange = Exchange([*mine, self.sampler.next_step], self.timer.device, self.sampler.epoch)
             self.work = []
@@ -87,9 +89,10 @@ class Balancer:
             return False
         exchange, self.exchange = self.exchange, None
         done, passes, update, next_steps = exchange.numbers()
+        steps, self.window_steps = self.window_steps, next_window(self.window_steps, passes, update)
         if not any(done):  # nobody had work, so nothing is known
             return False
-        self.speeds.note(done, passes, [one / WINDOW_STEPS for one in update], sum(done) / WINDOW_STEPS)
+        self.speeds.note(done, passes, [one / steps for one in update], sum(done) / steps)
         from_step = int(max(next_steps)) + 1  # the first that no rank's loader has been given: one more step was taken
         if exchange.epoch != self.sampler.epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
             from_step = (self.sampler.epoch + 1) * self.plan.steps_per_epoch
@@ -97,6 +100,12 @@ class Balancer:
         if weights:
             self.plan.change_shares(weights, from_step)
         return bool(weights)
+
+
+def next_window(steps: int, passes: Sequence[float], update: Sequence[float]) -> int:
+    """How many steps the next window takes, given the milliseconds that each rank has computed in the last `steps`."""
+    step_ms = max(map(sum, zip(passes, update, strict=True))) / steps
+    return min(MOST_STEPS, max(WINDOW_STEPS, math.ceil(WINDOW_MS / max(step_ms, 0.001))))
 
 
 class Exchange:
