@@ -12,7 +12,6 @@ it with the indices of every batch (`common.uneven.sampling.Indices`).
 import ctypes
 import multiprocessing
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
 END_SECONDS = 5.0  # within which a process has ended that the system has been told to end
 
 
@@ -40,9 +40,8 @@ def worker_options(workers: int, device: torch.device, preload: Sequence[str] = 
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": device.type == "cuda"}
     if not workers:
         return options
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = _ForkServerContext() if forks else multiprocessing.get_context("spawn")
-    if forks:
+    context = _ForkServerContext() if FORKS else multiprocessing.get_context("spawn")
+    if FORKS:
         from multiprocessing import forkserver
 
         context.set_forkserver_preload(["torch", *preload])
@@ -51,7 +50,7 @@ def worker_options(workers: int, device: torch.device, preload: Sequence[str] = 
     return options
 
 
-if sys.platform != "win32":  # which has no fork server
+if FORKS:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
     class _Process(ForkServerProcess):
@@ -79,7 +78,7 @@ def end_with_rank(worker_id: int) -> None:
     Should that one be killed, the rank takes its processes for dead and says so; on Linux they end with it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32" and isinstance(multiprocessing.current_process(), ForkServerProcess):
+    if FORKS and isinstance(multiprocessing.current_process(), ForkServerProcess):
         libc = ctypes.CDLL(None)
         if hasattr(libc, "prctl"):
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
