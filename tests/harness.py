@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from common.launch.addresses import free_port
+from common.record.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -262,6 +263,12 @@ def rows(folder: Path, kind: str) -> list[dict]:
     """The rows of one kind in a run's metrics.jsonl."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def rows_so_far(folder: Path, kind: str) -> list[dict]:
+    """The rows that a run under way has written, none before its first; a read may see half of the last line."""
+    path = folder / "metrics.jsonl"
+    return [row for row in read_metrics(path) if row["kind"] == kind] if path.exists() else []
 
 
 def losses(folder: Path) -> list[float]:

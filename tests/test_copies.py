@@ -12,7 +12,7 @@ import pytest
 from common.launch.addresses import free_port
 from common.record import checkpoint
 from common.record.metrics import read_metrics
-from tests.harness import MNIST, kill, largest_difference, losses, play, rows, start, weights
+from tests.harness import MNIST, kill, largest_difference, losses, play, rows, rows_so_far, start, weights
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--epochs", 100, "--device", "cpu")
 LONG = (*FLAGS, "--max-steps", 900)
@@ -44,7 +44,7 @@ class Nodes:
 
     def wait_for(self, node, kind, count):
         deadline = time.monotonic() + 60
-        while not (self.files(node) / "metrics.jsonl").exists() or len(rows(self.files(node), kind)) < count:
+        while len(rows_so_far(self.files(node), kind)) < count:
             assert time.monotonic() < deadline and self.started[node].process.poll() is None
             time.sleep(0.1)
 

@@ -11,7 +11,20 @@ from common.join.handshake import leader_in
 from common.join.store import connect
 from common.join.waiting import poll
 from common.record.plots import spans_of_members
-from tests.harness import MNIST, Node, kill, largest_difference, losses, nodes_of, play, playing, rows, run, weights
+from tests.harness import (
+    MNIST,
+    Node,
+    kill,
+    largest_difference,
+    losses,
+    nodes_of,
+    play,
+    playing,
+    rows,
+    rows_so_far,
+    run,
+    weights,
+)
 from tests.test_exactness import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 60)  # 23 steps an epoch
@@ -120,7 +133,7 @@ class Run:
 
     def wait_for(self, kind: str, count: int = 1, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
-        while not (self.folder / "metrics.jsonl").exists() or len(rows(self.folder, kind)) < count:
+        while len(rows_so_far(self.folder, kind)) < count:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.1)
 

@@ -20,7 +20,7 @@ from common.join.waiting import limit
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
 from common.record.lock import lock
-from tests.harness import freeze, kill, nodes_of, play, playing, rows
+from tests.harness import freeze, kill, nodes_of, play, playing, rows, rows_so_far
 from tests.test_elastic import (  # noqa: F401
     ELASTIC,
     FLAGS,
@@ -110,7 +110,7 @@ def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_pat
     (tmp_path / "log").mkdir()
     run = playing(trainer, [node], tmp_path / "log")
     deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run", "members"):
+    while not rows_so_far(tmp_path / "run", "members"):
         assert time.monotonic() < deadline, run.logs[0].read_text()
         time.sleep(0.1)
     os.kill(run.processes[0].pid, signal.SIGTERM)

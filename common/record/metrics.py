@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run has measured, for programs. One object a line, never half a line."""
+"""metrics.jsonl: what a run has measured, for programs. One object a line."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from common.record.trackers import Trackers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. A last line that is incomplete after a crash is left out.
+    """The rows of a metrics.jsonl. A last line that is incomplete is left out: after a crash, or because the
+    run writes it at this moment.
 
     Raises UserError if any other line is not JSON.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import MNIST, losses, play, rows
+from tests.harness import MNIST, losses, play, rows, rows_so_far
 
 TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 300, "--max-steps", 5000)
 PORT = 29670
@@ -37,7 +37,7 @@ class Job:
 
     def wait_for(self, kind: str, count: int) -> None:
         deadline = time.monotonic() + 90
-        while not (self.folder / "metrics.jsonl").exists() or len(rows(self.folder, kind)) < count:
+        while len(rows_so_far(self.folder, kind)) < count:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
