@@ -32,6 +32,8 @@ FINETUNE = ROOT / "bert_ddp" / "bert-finetune.py"
 PREDICT = ROOT / "bert_ddp" / "bert-predict.py"
 BERT = ROOT / "bert_ddp" / "bert-distributed.py"
 TIMEOUT_SECONDS = 120
+# torch asks the name server for the name of each connection: one that is silent for 10 s would outlast short timeouts
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @dataclass

@@ -173,7 +173,7 @@ def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed_long,
     assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
     require_same(tmp_path / "run", undisturbed_long)
     there = [len(row["ranks"]) for row in rows(tmp_path / "run", "members")]
-    assert there == [1 if node == 0 else 2, 3]
+    assert there in ([[1, 3], [1, 2, 3]] if node == 0 else [[2, 3]])  # two ranks may come one after the other
 
 
 @pytest.mark.parametrize("mistake, said", [
