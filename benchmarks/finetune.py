@@ -2,9 +2,11 @@
 """Fine-tuning against transformers.Trainer, side by side in one run: entity F1 and seconds.
 
     finetune.py [--data-dir data] [--model FOLDER] [--epochs 3] [--seeds 1] [--dropout P] [--max-steps S]
+                [--precision bf16]
 
 Same model and first head, data and order, epochs, batch, learning rate, schedule, dropout, evaluations and
-checkpoints, on the same cores. Only dropout's draws differ; with `--dropout 0` the two take the same steps.
+checkpoints, on the same cores, or on the GPU where there is one. Only dropout's draws differ; with `--dropout 0` the
+two take the same steps.
 `--max-steps` compares the speed alone. Prints the table of docs/finetune-and-predict.md.
 """
 
@@ -63,8 +65,8 @@ def theirs(args: argparse.Namespace, seed: int, folder: Path) -> dict:
 
 
 def optional(args: argparse.Namespace) -> list[object]:
-    """Flags that both programs have and that are left out by default."""
-    some = ["--max-steps", args.max_steps] if args.max_steps else []
+    """Flags that both programs have, and some of which are left out by default."""
+    some = ["--precision", args.precision, *(["--max-steps", args.max_steps] if args.max_steps else [])]
     return some + (["--dropout", args.dropout] if args.dropout is not None else [])
 
 
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--dropout", type=float, help="instead of the model's own")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--seeds", type=int, default=1, help="how many: medians of seconds, means of F1")
     args = parser.parse_args()
     if args.data is None:

@@ -1,6 +1,6 @@
-"""BERT-base pretraining on one GPU, ours and transformers.Trainer's: tokens/s, FLOP utilisation, peak memory.
+"""BERT pretraining on one GPU, ours and transformers.Trainer's: tokens/s, FLOP utilisation, peak memory.
 
-    gpu.py [--tiny] [--only ours|peer] [--lengths 128,512] [--seconds 40]
+    gpu.py [--tiny] [--preset base|large] [--only ours|peer] [--lengths 128,512] [--seconds 30]
 
 Rows are random words, because speed does not depend on them. Utilisation is the model's FLOPs a second, as they are
 counted for a model that computes every position (PaLM, appendix B), over what this card reaches in a large bf16
@@ -69,28 +69,28 @@ def matrix_rate(device: torch.device, size: int) -> float:
     return 2 * size**3 / best
 
 
-def build(tiny: bool, length: int):
-    args = SimpleNamespace(objective="mlm", init_from=None, config_file=None, dropout=None, preset="base")
-    args.preset, args.checkpoint_activations = "tiny" if tiny else "base", False
+def build(preset: str, length: int):
+    args = SimpleNamespace(objective="mlm", init_from=None, config_file=None, dropout=None, preset=preset)
+    args.checkpoint_activations = False
     return bert.build(args, {"vocab_size": WORDS, "sequence_length": length, "special": SPECIAL})
 
 
 def flops_a_row(config, length: int, masked: float) -> tuple[float, float]:
-    """(FLOPs of a model that computes only the head at masked tokens only, FLOPs of what is done here): forward and
+    """(FLOPs of a model that computes the head at masked tokens only, FLOPs of what is done here): forward and
     backward, 6 for each weight and token and 12 x layers x width x length for each token's attention."""
     width, layers = config.hidden_size, config.num_hidden_layers
     layer = 4 * width**2 + 2 * width * config.intermediate_size
-    head = masked * length * (width * WORDS + width**2)
+    head = masked * length * (width * config.vocab_size + width**2)
     full = length * layers * (6 * layer + 12 * width * length) + 6 * head
     keys_and_values = 2 * width**2
     last = length * 6 * keys_and_values + masked * length * (6 * (layer - keys_and_values) + 12 * width * length)
     return full, length * (layers - 1) * (6 * layer + 12 * width * length) + last + 6 * head
 
 
-def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: float, compiled: bool) -> float:
+def ours(device: torch.device, preset: str, length: int, rows: int, seconds: float, compiled: bool) -> float:
     """Tokens per second of the trainer's own step, data and masks included."""
     torch.manual_seed(0)
-    net = build(tiny, length).to(device)
+    net = build(preset, length).to(device)
     optimizer = torch.optim.AdamW(decay_groups(net, 0.01), 1e-4, fused=True)
     meta = {"sequence_length": length, "vocab_size": WORDS, "special": SPECIAL, "stored_masks": False}
     data = MaskedRows(RandomRows(8 * rows, length), meta, Masking(0.15, False, 0), padded=False)
@@ -98,7 +98,7 @@ def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
     loader = part_loader(
         data,
         indices * 10_000,
-        num_workers=0 if tiny else 4,
+        num_workers=0 if device.type == "cpu" else 4,
         pin_memory=device.type == "cuda",
     )
     model = torch.compile(net) if compiled else net
@@ -122,7 +122,7 @@ def ours(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
     return rows * length / statistics.median(steps)
 
 
-def peer(device: torch.device, tiny: bool, length: int, rows: int, seconds: float, compiled: bool) -> float:
+def peer(device: torch.device, preset: str, length: int, rows: int, seconds: float, compiled: bool) -> float:
     """Tokens per second of transformers.Trainer with its collator, in bf16, with the options its docs advise."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -135,9 +135,9 @@ def peer(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
         words[number] = name
     table = RandomRows(8 * rows, length).columns["input_ids"].tolist()
     torch.manual_seed(0)
-    model = BertForMaskedLM(BertConfig(**build(tiny, length).config.to_dict()))
-    steps = 14 if tiny else 60
-    options = {"bf16": True, "torch_compile": compiled, "dataloader_num_workers": 0 if tiny else 4}
+    model = BertForMaskedLM(BertConfig(**build(preset, length).config.to_dict()))
+    steps = 14 if preset == "tiny" else 60
+    options = {"bf16": True, "torch_compile": compiled, "dataloader_num_workers": 0 if device.type == "cpu" else 4}
     options |= {"use_cpu": True} if device.type == "cpu" else {}
     data = [{"input_ids": row} for row in table]
     return tokens_per_second(model, data, from_words(words, True), steps, rows, lambda: wait(device), **options)
@@ -146,17 +146,18 @@ def peer(device: torch.device, tiny: bool, length: int, rows: int, seconds: floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    parser.add_argument("--preset", choices=("base", "large"), default="base")
     parser.add_argument("--only", choices=("ours", "peer"))
     parser.add_argument("--lengths", default="128,512")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of our measurements")
     args = parser.parse_args()
-    device = torch.device("cpu" if args.tiny else "cuda")
+    device, preset = (torch.device("cpu"), "tiny") if args.tiny else (torch.device("cuda"), args.preset)
     if not args.tiny and not torch.cuda.is_available():
         sys.exit("gpu.py: error: torch sees no CUDA GPU here: use a machine with one, or --tiny to see that it runs")
     torch.set_float32_matmul_precision("high")
     peak = matrix_rate(device, 256 if args.tiny else 8192)
     name = "CPU" if args.tiny else torch.cuda.get_device_name(device)
-    print(f"{name}, torch {torch.__version__}: {peak / 1e12:.1f} TFLOP/s in bf16 products", flush=True)
+    print(f"{name}, torch {torch.__version__}, BERT-{preset}: {peak / 1e12:.1f} TFLOP/s in bf16 products", flush=True)
     print(
         "| length | rows | program | tokens/s | utilisation | of what is done | peak GiB |\n| --- " + "| --- " * 6 + "|"
     )
@@ -164,7 +165,7 @@ def main() -> None:
     programs |= {} if args.tiny else {"Trainer, compiled": (peer, True)}
     for length in map(int, args.lengths.split(",")):
         rows = 4 if args.tiny else ROWS.get(length, max(1, 32_768 // length))
-        full, done = flops_a_row(build(args.tiny, length).config, length, 0.15)
+        full, done = flops_a_row(build(preset, length).config, length, 0.15)
         for title, (program, compiled) in programs.items():
             if (args.only and args.only != program.__name__) or (args.tiny and compiled):
                 continue
@@ -172,7 +173,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                rate = program(device, args.tiny, length, rows, 1.0 if args.tiny else args.seconds, compiled)
+                rate = program(device, preset, length, rows, 1.0 if args.tiny else args.seconds, compiled)
             except Exception as error:  # report it, and keep the numbers of the other programs
                 print(f"| {length} | {rows} | {title} | failed: {str(error).splitlines()[0][:90]} | | | |", flush=True)
                 continue

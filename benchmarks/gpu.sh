@@ -2,8 +2,8 @@
 # On one CUDA GPU. First the step of BERT-base against transformers.Trainer: bf16, lengths 128 and 512, tokens/s and
 # utilisation against the card's measured matrix rate; under ten minutes. Then the trainers themselves (gpu_trainers.py).
 #     benchmarks/gpu.sh                  needs torch and transformers, no data and no network
-#     benchmarks/gpu.sh --tiny           the same code on a CPU in seconds, to see that it runs
-#     benchmarks/gpu.sh trainers [...]   the trainers alone; MNIST's two parts need --data-dir with its files
+#     benchmarks/gpu.sh --tiny           the same code on a CPU in minutes, to see that it runs
+#     benchmarks/gpu.sh trainers [...]   the trainers alone, all four parts; needs --data-dir with MNIST and WNUT 17
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export TOKENIZERS_PARALLELISM=false
@@ -12,6 +12,7 @@ if [[ ${1:-} == trainers ]]; then
   exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py "${@:2}"
 fi
 "${PYTHON:-$own}" benchmarks/gpu.py "$@"
-if [[ $# == 0 || $1 == --tiny ]]; then
-  exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py --only pretrain "$@"
-fi
+case ${1:-} in
+"") exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py --only pretrain ;;
+--tiny) exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py "$@" ;;
+esac

@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--out-dir", required=True)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--dropout", type=float, help="instead of the model's own")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     sources = find_sources(DataOptions("ner", args.data))
@@ -146,6 +147,7 @@ def main() -> None:
         logging_steps=50,
         report_to="none",
         seed=args.seed,
+        bf16=args.precision == "bf16",
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
