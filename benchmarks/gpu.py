@@ -56,8 +56,9 @@ def wait(device: torch.device) -> None:
 
 
 def matrix_rate(device: torch.device, size: int) -> float:
-    """FLOP/s of a bf16 product of two size x size matrices: the best of some runs."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    """FLOP/s of a product of two size x size matrices, in bf16 on a GPU and fp32 on a CPU: the best of some runs."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):
         wait(device)
@@ -94,10 +95,10 @@ def ours(device: torch.device, preset: str, length: int, rows: int, seconds: flo
     optimizer = torch.optim.AdamW(decay_groups(net, 0.01), 1e-4, fused=True)
     meta = {"sequence_length": length, "vocab_size": WORDS, "special": SPECIAL, "stored_masks": False}
     data = MaskedRows(RandomRows(8 * rows, length), meta, Masking(0.15, False, 0), padded=False)
-    indices = [np.arange(start, start + rows) % len(data) for start in range(0, 8 * rows, rows)]
+    indices = [[row % len(data) for row in range(start, start + rows)] for start in range(0, 8 * rows, rows)]
     loader = part_loader(
         data,
-        indices * 10_000,
+        indices * 10_000,  # the sampler: it gives the rows of each step
         num_workers=0 if device.type == "cpu" else 4,
         pin_memory=device.type == "cuda",
     )
@@ -105,7 +106,7 @@ def ours(device: torch.device, preset: str, length: int, rows: int, seconds: flo
     times, began = [], time.perf_counter()
     for part in loader:
         part = move(part, device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits, _ = model(**part.inputs)
             loss = cross_entropy(logits, part.labels.flatten(), reduction="sum")
         (loss / (data.most * rows)).backward()
@@ -137,7 +138,11 @@ def peer(device: torch.device, preset: str, length: int, rows: int, seconds: flo
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**build(preset, length).config.to_dict()))
     steps = 14 if preset == "tiny" else 60
-    options = {"bf16": True, "torch_compile": compiled, "dataloader_num_workers": 0 if device.type == "cpu" else 4}
+    options = {
+        "bf16": device.type == "cuda",
+        "torch_compile": compiled,
+        "dataloader_num_workers": 0 if device.type == "cpu" else 4,
+    }
     options |= {"use_cpu": True} if device.type == "cpu" else {}
     data = [{"input_ids": row} for row in table]
     return tokens_per_second(model, data, from_words(words, True), steps, rows, lambda: wait(device), **options)
@@ -148,7 +153,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU, to see that it runs")
     parser.add_argument("--preset", choices=("base", "large"), default="base")
     parser.add_argument("--only", choices=("ours", "peer"))
-    parser.add_argument("--lengths", default="128,512")
+    parser.add_argument("--lengths", help="tokens of a row, with commas between them; 128,512 unless --tiny")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of our measurements")
     args = parser.parse_args()
     device, preset = (torch.device("cpu"), "tiny") if args.tiny else (torch.device("cuda"), args.preset)
@@ -157,13 +162,14 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     peak = matrix_rate(device, 256 if args.tiny else 8192)
     name = "CPU" if args.tiny else torch.cuda.get_device_name(device)
-    print(f"{name}, torch {torch.__version__}, BERT-{preset}: {peak / 1e12:.1f} TFLOP/s in bf16 products", flush=True)
+    print(f"{name}, torch {torch.__version__}, BERT-{preset}: {peak / 1e12:.3g} TFLOP/s in matrix products", flush=True)
     print(
         "| length | rows | program | tokens/s | utilisation | of what is done | peak GiB |\n| --- " + "| --- " * 6 + "|"
     )
     programs = {"ours, compiled": (ours, True), "ours": (ours, False), "Trainer": (peer, False)}
     programs |= {} if args.tiny else {"Trainer, compiled": (peer, True)}
-    for length in map(int, args.lengths.split(",")):
+    failed = False
+    for length in map(int, (args.lengths or ("32,64" if args.tiny else "128,512")).split(",")):
         rows = 4 if args.tiny else ROWS.get(length, max(1, 32_768 // length))
         full, done = flops_a_row(build(preset, length).config, length, 0.15)
         for title, (program, compiled) in programs.items():
@@ -176,11 +182,13 @@ def main() -> None:
                 rate = program(device, preset, length, rows, 1.0 if args.tiny else args.seconds, compiled)
             except Exception as error:  # report it, and keep the numbers of the other programs
                 print(f"| {length} | {rows} | {title} | failed: {str(error).splitlines()[0][:90]} | | | |", flush=True)
+                failed = True
                 continue
             memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             did = done if program is ours else full
             shares = f"{rate / length * full / peak:.1%} | {rate / length * did / peak:.1%}"
             print(f"| {length} | {rows} | {title} | {rate:,.0f} | {shares} | {memory:.1f} |", flush=True)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ if [[ -x .venv/bin/python ]]; then own=.venv/bin/python; else own=python3; fi
 if [[ ${1:-} == trainers ]]; then
   exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py "${@:2}"
 fi
-"${PYTHON:-$own}" benchmarks/gpu.py "$@"
+failed=0
+"${PYTHON:-$own}" benchmarks/gpu.py "$@" || failed=$?
 case ${1:-} in
-"") exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py --only pretrain ;;
---tiny) exec "${PYTHON:-$own}" benchmarks/gpu_trainers.py "$@" ;;
+"") "${PYTHON:-$own}" benchmarks/gpu_trainers.py --only pretrain ;;
+--tiny) "${PYTHON:-$own}" benchmarks/gpu_trainers.py "$@" ;;
 esac
+exit $failed

@@ -79,7 +79,7 @@ def pretrain(folder: Path, device: str, tiny: bool) -> None:
     """A table: preset, length, tokens a second, utilisation as in gpu.py, memory."""
     (folder / "text.txt").write_text("\n\n".join(list(topics.topics.values()) * (1 if tiny else 40)))
     peak = matrix_rate(torch.device(device), 256 if tiny else 8192)
-    print(f"{peak / 1e12:.1f} TFLOP/s in bf16 products")
+    print(f"{peak / 1e12:.3g} TFLOP/s in matrix products")
     print("| model | length | rows | tokens/s | utilisation | GiB in use |\n| --- " + "| --- " * 5 + "|")
     for preset in ("tiny",) if tiny else ("base", "large"):
         for length in (128,) if tiny else (128, 512):

@@ -32,6 +32,12 @@ def test_a_fresh_clone_without_network_is_told_what_to_do(program, flags, lacks,
     assert "Traceback" not in result.output
 
 
+def test_the_loop_that_is_measured_on_a_gpu_runs_on_a_cpu():
+    result = run("python", ROOT / "benchmarks" / "gpu.py", "--tiny", "--only", "ours", "--lengths", 32)
+    assert result.code == 0, result.output
+    assert "| 32 | 4 | ours | " in result.output
+
+
 def test_data_that_are_there_need_no_network(tmp_path):
     require_mnist(mnist_files(tmp_path))
 

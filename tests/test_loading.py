@@ -129,7 +129,7 @@ def test_options_of_a_dataloader_that_a_part_loader_cannot_take_are_named(option
 
 
 def test_a_sampler_of_single_samples_is_refused():
-    with pytest.raises(UserError, match="the sampler gives one sample at a time"):
+    with pytest.raises(UserError, match="the sampler gives 0, not a list of the samples of a part"):
         next(iter(part_loader(LABELS, torch.utils.data.SequentialSampler(LABELS))))
 
 

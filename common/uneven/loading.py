@@ -96,7 +96,7 @@ class Parts(Dataset):
     def __getitems__(self, indices: list[int]) -> Any:
         if not isinstance(indices, Sequence):
             raise UserError(
-                f"the sampler gives one sample at a time ({indices!r}), not the samples of a part: use "
+                f"the sampler gives {indices!r}, not a list of the samples of a part: use "
                 "UnevenDistributedSampler(plan, rank, seed) of common.uneven.sampling"
             )
         if isinstance(self.dataset, BatchedDataset):
