@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import MNIST, losses, play, rows, rows_so_far
 
-TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 300, "--max-steps", 5000)
+TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 300, "--max-steps", 4000)
 PORT = 29670
 OWN_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")  # as on another machine
 
@@ -59,7 +59,7 @@ def test_of_a_split_network_the_majority_goes_on_and_the_other_side_ends(hosts, 
     assert second.code == 1 and "1 of 4 ranks are no majority, so this side ends" in second.output, second.output
     again = job.start(1)
     job.wait_for("members", 2)
-    for result in hosts.together(job.first, again, timeout=120):
+    for result in hosts.together(job.first, again, timeout=180):
         assert result.code == 0, result.output
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-9)
     first, last = rows(tmp_path / "run", "members")
@@ -74,6 +74,6 @@ def test_the_masters_host_dies_and_comes_back(hosts, tmp_path, undisturbed):
     job.first.result(20)
     again = job.start(0)
     job.wait_for("members", 2)
-    for result in hosts.together(again, job.second, timeout=120):
+    for result in hosts.together(again, job.second, timeout=180):
         assert result.code == 0, result.output
     assert losses(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-9)
