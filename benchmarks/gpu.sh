@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On one CUDA GPU. First the step of BERT-base against transformers.Trainer: bf16, lengths 128 and 512, tokens/s and
-# utilisation against the card's measured matrix rate; under ten minutes. Then the trainers themselves (gpu_trainers.py).
+# utilisation against the card's measured matrix rate. Then the trainers themselves (gpu_trainers.py).
 #     benchmarks/gpu.sh                  needs torch and transformers, no data and no network
 #     benchmarks/gpu.sh --tiny           the same code on a CPU in minutes, to see that it runs
 #     benchmarks/gpu.sh trainers [...]   the trainers alone, all four parts; needs --data-dir with MNIST and WNUT 17
