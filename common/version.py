@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import platform
 import subprocess
 import sys
@@ -16,7 +17,11 @@ DISTRIBUTION = "uneven-ddp"  # its name in pyproject.toml
 @functools.cache
 def code_fingerprint() -> str:
     """Twelve hex digits of the sources of every loaded module of this code, and of those below the folder of the
-    script that was started: the same on two nodes that run the same code, installed or from a checkout."""
+    script that was started: the same on two nodes that run the same code, installed or from a checkout.
+
+    `launch.worker.load` calls this first, as soon as the trainer is imported: in the supervisor, whose workers inherit
+    the answer. So it is that of the code that runs, and not of a file that is edited later.
+    """
     digest = hashlib.blake2b(digest_size=6)
     for name, path in sorted(_loaded_sources().items()):
         digest.update(name.encode() + b"\0" + path.read_bytes())
@@ -26,20 +31,29 @@ def code_fingerprint() -> str:
 def _loaded_sources() -> dict[str, Path]:
     """The source files to compare. Their names do not depend on where this code or the script is."""
     installed, script_folder, sources = _installed_files(), Path(sys.argv[0]).resolve().parent, {}
-    is_installed = Path(__file__).resolve() in installed
+    libraries = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")]
+    real_folder = functools.cache(os.path.realpath)  # of thousands of modules, in some hundred folders
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").resolve()
-        if path.suffix != ".py" or not path.is_file():  # torch creates modules whose files do not exist
+        where, _, name = (getattr(module, "__file__", None) or "").rpartition(os.sep)
+        if not where or not name.endswith(".py"):
             continue
-        folder = ROOT if path.is_relative_to(ROOT) else script_folder
-        if path in installed:
-            # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
-            is_ours = is_installed and folder == ROOT
-        else:
-            is_ours = path.is_relative_to(folder) and not _is_library(path) and not (is_installed and folder == ROOT)
-        if is_ours:
-            sources[path.relative_to(folder).as_posix()] = path
+        path = f"{real_folder(where)}{os.sep}{name}"
+        folder = ROOT if path.startswith(f"{ROOT}{os.sep}") else script_folder
+        if path.startswith(f"{folder}{os.sep}") and _is_ours(Path(path), folder, installed, libraries):
+            sources[Path(path).relative_to(folder).as_posix()] = Path(path)
     return sources
+
+
+def _is_ours(path: Path, folder: Path, installed: set[Path], libraries: list[Path]) -> bool:
+    """Is this source below `folder` a part of what runs, and not of a library?"""
+    if not path.is_file():  # torch creates modules whose files do not exist
+        return False
+    is_installed = Path(__file__).resolve() in installed
+    if path in installed:
+        # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
+        return is_installed and folder == ROOT
+    is_library = "site-packages" in path.parts or any(map(path.is_relative_to, libraries))
+    return not is_library and not (is_installed and folder == ROOT)
 
 
 def _installed_files() -> set[Path]:
@@ -50,13 +64,6 @@ def _installed_files() -> set[Path]:
         return set()
     lines = (found.read_text("RECORD") or "").splitlines()  # none where setuptools has built in this checkout
     return {Path(str(found.locate_file(line.split(",")[0]))).resolve() for line in lines}
-
-
-def _is_library(path: Path) -> bool:
-    """Is this a file of Python's own, or of an environment, which may be inside a checkout?"""
-    names = ("stdlib", "platstdlib", "scripts")
-    folders = [Path(sysconfig.get_path(name)).resolve() for name in names]
-    return "site-packages" in path.parts or any(map(path.is_relative_to, folders))
 
 
 def versions() -> dict[str, str]:

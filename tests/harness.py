@@ -3,9 +3,13 @@
 `run` starts a command as a person would. `play` runs the same scripts, as `python SCRIPT FLAGS` would, in processes
 forked from one server that has imported torch and the trainers' modules: real supervisors, workers, sockets and files,
 ten ranks in a second.
+
+A test waits for events with `wait_until`: a line, a row, a file, the state of a process. Limits in seconds only end
+what hangs. What a test has started ends with it, and with pytest, whatever happens (`end_all`, `die_with_parent`).
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -17,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +36,9 @@ MNIST = ROOT / "mnist_ddp" / "mnist-distributed.py"
 FINETUNE = ROOT / "bert_ddp" / "bert-finetune.py"
 PREDICT = ROOT / "bert_ddp" / "bert-predict.py"
 BERT = ROOT / "bert_ddp" / "bert-distributed.py"
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300  # ends what hangs; a slow machine must not reach it
+TAIL_LINES = 60  # of each log that a failed test shows
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torch asks the name server for the name of each connection: one that is silent for 10 s would outlast short timeouts
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -43,6 +50,44 @@ class Result:
     code: int
     output: str  # standard output and standard error together
     seconds: float
+
+
+# --- waiting, and ending ------------------------------------------------------------------------------------------
+
+_under_way: list["start | playing"] = []  # what the current test has started
+
+
+def wait_until(
+    condition: Callable[[], object], run: "start | playing | None" = None, seconds: float = TIMEOUT_SECONDS
+) -> object:
+    """Wait until `condition()` is true and return its value. Fails, with what `run` has printed, once all of `run` has
+    ended without it, or at the limit, which only ends a hang."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if run is not None and not run.goes_on():
+            if value := condition():  # it came just before the end
+                return value
+            raise AssertionError(f"the run has ended without what the test waits for:\n{run.said()}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s{':' if run else ''}\n{run.said() if run else ''}")
+        time.sleep(0.02)
+    return value
+
+
+def end_all() -> list[tuple[str, str]]:
+    """Kill what the current test has started and not marked as lasting. Returns (title, output) of each."""
+    outputs = []
+    while _under_way:
+        one = _under_way.pop()
+        one.end()
+        outputs.append((one.title(), "\n".join(one.said().splitlines()[-TAIL_LINES:])))
+    return outputs[::-1]
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when its parent ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def run(*command: object, timeout: float = TIMEOUT_SECONDS, cwd: Path | None = None, **environ: str) -> Result:
@@ -58,6 +103,7 @@ class start:
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **environ}
         variables = {name: value for name, value in variables.items() if value is not None}
         self.began = time.monotonic()
+        self.output = ""  # once it has ended
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -65,24 +111,46 @@ class start:
             text=True,
             cwd=cwd,
             env=variables,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=_prepare,
         )
+        _under_way.append(self)
 
     def result(self, timeout: float = TIMEOUT_SECONDS) -> Result:
         try:
             output, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                process.kill()  # it holds our end of the pipe open
-            self.process.kill()
-            output, _ = self.process.communicate()
-            raise AssertionError(f"{self.process.args} did not end within {timeout} s:\n{output}") from None
-        return Result(self.process.returncode, output, time.monotonic() - self.began)
+            self.end()
+            raise AssertionError(f"{self.process.args} did not end within {timeout} s:\n{self.output}") from None
+        self.output = self.output or output
+        return Result(self.process.returncode, self.output, time.monotonic() - self.began)
+
+    def lasts(self) -> "start":
+        """It goes on when the test ends: whoever has started it ends it."""
+        _under_way.remove(self)
+        return self
+
+    def end(self) -> None:
+        """Kill it and what it has started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            kill(self.process.pid)
+        with contextlib.suppress(ValueError, subprocess.TimeoutExpired):  # read already; or somebody holds the pipe
+            self.output += self.process.communicate(timeout=10)[0] or ""
+
+    def goes_on(self) -> bool:
+        return self.process.poll() is None
+
+    def said(self) -> str:
+        """What it has printed, once it has ended."""
+        return self.output
+
+    def title(self) -> str:
+        return f"{' '.join(map(str, self.process.args))} -> {self.process.returncode}"
 
 
-def _heed_interrupts() -> None:
+def _prepare() -> None:
     """A shell starts what it runs in the background with SIGINT ignored, and these tests may run there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
 
 
 # --- workers without the import ----------------------------------------------------------------------------------
@@ -95,6 +163,7 @@ _context.set_forkserver_preload(["tests.preload"])
 
 def _be(script: Path, flags: list[str], environ: dict[str, str], log: str) -> None:
     """What `python SCRIPT FLAGS` does, with its output in a file."""
+    die_with_parent()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -123,11 +192,13 @@ class playing:
     def __init__(self, script: Path, nodes: list[Node], folder: Path):
         self.began = time.monotonic()
         self.logs, self.processes = [], []
+        _under_way.append(self)
         for number, node in enumerate(nodes):
-            environ = {"OMP_NUM_THREADS": "1", **(node.environ or {})}
+            environ = {"OMP_NUM_THREADS": "1", "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}
             log = folder / f"node-{number}-{len(list(folder.glob('node-*')))}.log"
             log.touch()
             self.logs.append(log)
+            environ |= node.environ or {}
             process = _context.Process(target=_be, args=(script, list(map(str, node.flags)), environ, str(log)))
             process.start()
             self.processes.append(process)
@@ -138,9 +209,7 @@ class playing:
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
         late = [process for process in self.processes if process.is_alive()]
-        for process in late:
-            kill(process.pid)
-            process.join()
+        self.end()
         outputs = [log.read_text() for log in self.logs]
         assert not late, f"{len(late)} nodes did not end within {timeout} s:\n" + "\n".join(outputs)
         codes = [1 if process.exitcode < 0 else process.exitcode for process in self.processes]
@@ -154,6 +223,29 @@ class playing:
         for process in self.processes:
             process.join()
             assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
+
+    def end(self) -> None:
+        """Kill what goes on."""
+        for process in self.processes:
+            if process.is_alive():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    kill(process.pid)
+                process.join()
+
+    def goes_on(self) -> bool:
+        """Has no node ended yet?"""
+        return all(process.exitcode is None for process in self.processes)
+
+    def wait_for(self, text: str, node: int = 0) -> str:
+        """Wait until this node has printed `text`. Returns all that it has printed."""
+        wait_until(lambda: text in self.logs[node].read_text(), self)
+        return self.logs[node].read_text()
+
+    def said(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
+
+    def title(self) -> str:
+        return f"{len(self.logs)} nodes -> {[process.exitcode for process in self.processes]}"
 
 
 def kill(pid: int) -> None:

@@ -1,7 +1,9 @@
 """Imported once by the fork server of `harness.play`: everything that a worker would spend seconds on."""
 
 import contextlib
+import gc
 import importlib
+import io
 import os
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as common/launch/worker.py does before it imports torch
@@ -17,3 +19,13 @@ for trainer in TRAINERS:
     with contextlib.suppress(ImportError):
         importlib.import_module(trainer)
 importlib.import_module("common.doctor.examination")
+importlib.import_module("matplotlib.backends.backend_agg")
+importlib.import_module("setproctitle")
+
+from common.record.plots import draw_curves
+
+# the fonts that a plot needs
+draw_curves([{"kind": "train", "step": 1, "loss": 1.0}]).savefig(io.BytesIO(), format="png")
+# What is here stays: a collection in a child would look at all of it, and copy its pages.
+gc.collect()
+gc.freeze()

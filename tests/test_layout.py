@@ -1,6 +1,7 @@
 """Flags and environment -> layout: every source, every wrong combination. Nothing is started, no torch is imported."""
 
 import re
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from common.errors import UserError
 from common.join import meeting_file
 from common.launch import cli
-from common.launch.addresses import host_and_port, tcp_address
+from common.launch.addresses import free_port, host_and_port, tcp_address
 from common.launch.detect import layout_from
 from common.launch.slurm import expand_counts, expand_hosts
 
@@ -359,3 +360,13 @@ def test_a_file_that_a_run_has_left_may_be_used_again(content, tmp_path):
 def test_layouts_are_found_without_torch():
     code = "import sys, common.launch.start; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_free_port_is_given_to_nobody_else_but_can_be_listened_on():
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)):
+        socket.create_connection(("127.0.0.1", port)).close()

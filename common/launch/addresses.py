@@ -8,6 +8,7 @@ from common.launch.options import LayoutFlags
 from common.launch.reading import number, refuse_half_set, typed
 
 DEFAULT_MASTER_PORT = 29500
+_held: list[socket.socket] = []  # bound to the ports that free_port has given, until this process ends
 
 
 def tcp_address(host: str, port: int) -> str:
@@ -22,10 +23,17 @@ def host_and_port(init_method: str) -> tuple[str, int]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of the loopback interface that nothing listens on, and that no other program is given while this
+    process lives: between this answer and the moment when somebody listens, seconds may pass.
+
+    The port stays bound, without being listened on. That hinders nobody who binds it with SO_REUSEADDR, as torch and
+    Python's servers do, and keeps the system from giving it to others.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return holder.getsockname()[1]
 
 
 def meeting(flags: LayoutFlags, environ: Mapping[str, str], host: str, port: int) -> str:

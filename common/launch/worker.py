@@ -37,7 +37,9 @@ def load(target: str) -> Callable[[Worker, Namespace], None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack of C++ frames when a rank is lost
     module, _, function = target.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        loaded = getattr(importlib.import_module(module), function)
+        importlib.import_module("common.version").code_fingerprint()  # kept: files may be edited while the run goes on
+        return loaded
     except OSError as error:
         if error.errno not in FULL_DISK and "temporary directory" not in str(error):
             raise

@@ -10,8 +10,12 @@ from common.record.metrics import read_metrics
 # from the bottom of a bar to its top
 COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
 NOT_MEASURES = {"kind", "step", "epoch", "loss", "count", "training_seconds"}  # of an eval row
-PANEL_HEIGHT = 4.2
+PANEL_HEIGHT = 4.2  # inches
 PANEL_INCHES = 5.5  # the width of a panel; that of many ranks is wider
+# inches of a panel around its axes. Fixed, because to find them matplotlib would draw everything several times, which
+# took longer than all else at the end of a run
+LEFT, RIGHT, BOTTOM, TOP = 0.85, 0.15, 0.6, 0.4
+BESIDE = 1.6  # inches to the right of the axes for a legend there
 SIDE_BY_SIDE = 4  # ranks whose figures fit above their bars
 UPRIGHT = 48  # ranks whose figures fit there when they are turned by 90 degrees
 
@@ -46,7 +50,7 @@ def draw_curves(rows: Rows) -> Any:
     if ranks:
         wide = max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT))
         last = [row for row in ranks if row["shares"] == ranks[-1]["shares"]]
-        times.append((wide, lambda axes: _plot_ranks(axes, last)))
+        times.append((wide + BESIDE, lambda axes: _plot_ranks(axes, last)))
     if any(row["kind"] == "members" for row in rows):
         times.append((PANEL_INCHES, lambda axes: plot_members(axes, rows)))
     if changing:
@@ -64,13 +68,15 @@ def _figure(rows: list[list[Panel]]) -> Any:
     """A Figure with these panels drawn in it, row by row."""
     from matplotlib.figure import Figure
 
-    width = max(sum(inches for inches, _ in row) for row in rows)
-    figure = Figure(figsize=(width, PANEL_HEIGHT * len(rows)), dpi=110, layout="constrained")
-    grid = figure.add_gridspec(len(rows), 1)
-    for number, row in enumerate(rows):
-        cells = grid[number].subgridspec(1, len(row), width_ratios=[inches for inches, _ in row])
-        for index, (_, draw) in enumerate(row):
-            draw(figure.add_subplot(cells[index]))
+    width, height = max(sum(inches for inches, _ in row) for row in rows), PANEL_HEIGHT * len(rows)
+    figure = Figure(figsize=(width, height), dpi=110)
+    for number, row in enumerate(rows, 1):
+        left, bottom = 0.0, height - number * PANEL_HEIGHT
+        for inches, draw in row:
+            wide, high = inches - LEFT - RIGHT, PANEL_HEIGHT - BOTTOM - TOP
+            place = ((left + LEFT) / width, (bottom + BOTTOM) / height, wide / width, high / height)
+            draw(figure.add_axes(place))
+            left += inches
     return figure
 
 
@@ -89,16 +95,29 @@ def _plot_losses(axes: Any, train: Rows, evals: Rows) -> None:
     held_out = [(row["step"], row["loss"]) for row in evals if row.get("loss") is not None]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", label="held out")
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss", yscale="log" if train else "linear")
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
+    if train:
+        _scale_by_powers(axes)
     axes.legend()
+
+
+def _scale_by_powers(axes: Any) -> None:
+    """A logarithmic axis with plain numbers: 0.1, 0.2, 0.5, and not powers of 10."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _plot_measures(axes: Any, measures: dict[str, list[tuple[int, float]]], title: str) -> None:
     for name, points in measures.items():
         axes.plot(*zip(*points, strict=True), "o-", label=name)
     values = [value for points in measures.values() for _, value in points]
-    far_apart = min(values) > 0 and max(values) > 20 * min(values)
-    axes.set(xlabel="optimizer step", title=title, yscale="log" if far_apart else "linear")
+    axes.set(xlabel="optimizer step", title=title)
+    if min(values) > 0 and max(values) > 20 * min(values):
+        _scale_by_powers(axes)
     axes.legend()
 
 
@@ -120,6 +139,8 @@ def _plot_ranks(axes: Any, rows: Rows) -> None:
     axes.set(ylabel="ms a step", title="Time by rank", xlabel="rank")
     axes.set_xlim(-0.7, len(shares) - 0.3)
     axes.xaxis.set_major_locator(MultipleLocator(-(-len(shares) // 20)))
+    left, bottom, width, height = axes.get_position().bounds
+    axes.set_position([left, bottom, width - BESIDE / axes.figure.get_figwidth(), height])
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the bars, so that it covers none
     if len(shares) <= UPRIGHT:
         axes.set_xlabel("rank (above: its share, and its rate while it computes)")
@@ -188,7 +209,6 @@ def _write_above(axes: Any, tops: list[float], figures: list[tuple[str, str]]) -
         axes.annotate(share + (rate and line % rate), (rank, top), **offset, **style)
         for rank, (top, (share, rate)) in enumerate(zip(tops, figures, strict=True))
     ]
-    axes.figure.draw_without_rendering()  # lays the axes out, so that sizes are known
     height, gap = axes.bbox.height, axes.figure.dpi / 72 * 4
     needed = [height / max(1.0, height - text.get_window_extent().height - gap) for text in texts]
     axes.set_ylim(0, max(top * factor for top, factor in zip(tops, needed, strict=True)) or 1)

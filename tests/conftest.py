@@ -1,0 +1,22 @@
+"""For all tests: what they start ends with them, a failure shows all output, and --costs measures."""
+
+import pytest
+
+from tests import harness
+from tests.costs import pytest_addoption, pytest_configure  # noqa: F401 (hooks of pytest)
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_its_test():
+    """What a test has started ends with it, also when its set-up fails."""
+    yield
+    harness.end_all()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """A failed test shows the last lines of every node and command that it has started."""
+    report = yield
+    if report.failed:
+        report.sections += harness.end_all()
+    return report
