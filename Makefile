@@ -10,7 +10,7 @@ BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: learn hint faults site demo demo-elastic bert test test-cluster test-gpu lint format bench clean
+.PHONY: learn hint faults site demo demo-elastic bert test test-all test-long test-cluster test-gpu lint format bench clean
 .DEFAULT_GOAL := demo
 
 # UNEVEN_VENVS: a folder that keeps the packages outside the checkout, one set for each requirements.txt (CI sets it).
@@ -37,8 +37,16 @@ learn: .venv  ## the next of ten small programs with a mistake that people reall
 hint: .venv  ## a hint for it; again: the next one
 	@$(BIN)/python mnist_ddp/exercises/learn.py --hint
 
-test: .venv  ## all that needs neither root nor a GPU nor a network
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# ARGS: further options of pytest, as in make test ARGS='-k exact --costs build/costs.md'
+PYTEST := $(BIN)/python -m pytest -n 2 --dist load -v
+
+test: .venv  ## every promise, on real processes; needs neither root nor a GPU nor a network. Minutes
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-all: test test-long  ## also what takes long: every moment of a fault, fuzzing, installations, the site
+
+test-long: .venv
+	$(PYTEST) -m long $(ARGS)
 
 test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Debian's packages
 	bash tests/cluster/run.sh

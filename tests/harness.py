@@ -233,8 +233,8 @@ class playing:
                 process.join()
 
     def goes_on(self) -> bool:
-        """Has no node ended yet?"""
-        return all(process.exitcode is None for process in self.processes)
+        """Is there a node that has not ended?"""
+        return any(process.exitcode is None for process in self.processes)
 
     def wait_for(self, text: str, node: int = 0) -> str:
         """Wait until this node has printed `text`. Returns all that it has printed."""

@@ -11,7 +11,7 @@ from common.record import checkpoint
 from common.record.background import BackgroundWriter
 from tests.harness import FINETUNE, MNIST, largest_difference, nodes_of, play, playing, rows, weights
 from tests.small_bert import save_classes, save_model
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 2, "--global-batch", 110)
 

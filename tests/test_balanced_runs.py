@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 # 1,438 samples: 14 steps an epoch, so that shares change in mid-epoch, and a tail of 8 samples
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 110)

@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from common.record import checkpoint
 from tests.harness import MNIST, nodes_of, play, playing
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 110, "--epochs", 1, "--lr", 1e-3)
 PARTS = "        parts: dict[str, Any] = {"

@@ -25,7 +25,7 @@ from tests.harness import (
     run,
     weights,
 )
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 60)  # 23 steps an epoch
 ELASTIC = ("--elastic", 1, "--timeout", 20)

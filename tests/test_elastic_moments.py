@@ -31,7 +31,7 @@ from tests.test_elastic import (  # noqa: F401
     undisturbed,
     undisturbed_long,
 )
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 DO = "{indent}if {when}:\n{indent}    {what}\n"
 

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, play_torchrun, playing, rows, weights
+from tests.trainers import altered
 
 # 1,438 samples: a tail of 1,438 mod 110 = 8 samples, so that 7 ranks have one sample or two, and micro-batches of
 # 7 divide nothing. Shares of 0 leave a rank without a sample in every step.
@@ -45,19 +46,6 @@ def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
 
 
 DIVIDES = "micro_loss / plan.global_count(step)"
-
-
-def altered(folder, changes):
-    """A copy of the trainer, in the package `folder`, with some of its text replaced. Returns the script."""
-    folder.mkdir()
-    for file in (MNIST, MNIST.parent / "train.py"):
-        source = file.read_text().replace("mnist_ddp.train", f"{folder.name}.train")
-        if file != MNIST:
-            assert all(source.count(old) == 1 for old in changes)
-            for old, new in changes.items():
-                source = source.replace(old, new)
-        (folder / file.name).write_text(source)
-    return folder / MNIST.name
 
 
 def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):

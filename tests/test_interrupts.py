@@ -11,7 +11,7 @@ import pytest
 
 from common.launch.addresses import free_port
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, start, weights
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
 AGAIN = 75

@@ -6,7 +6,7 @@ import pytest
 
 from common.launch import cli
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, run, weights
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 800, "--max-steps", 3)
 # A sample takes about a megabyte: 64 x 64 pixels

@@ -7,7 +7,7 @@ import pytest
 from common.record import wording
 from common.record.clock import seconds_between_exchanges
 from tests.harness import MNIST, play, rows
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--epochs", 3, "--save-every", 5)  # 10 steps an epoch
 PARTS = ("loading", "compute", "communication", "waiting", "other")

@@ -6,8 +6,8 @@ import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights, write_trainer
 from tests.test_bad_input import refusal
-from tests.test_exactness import altered
 from tests.test_memory import LARGE
+from tests.trainers import altered
 
 # 1,438 samples: 14 steps an epoch, the last of 8 samples, so that some ranks have one sample or none
 DIGITS = ("--dataset", "digits", "--global-batch", 110)

@@ -5,7 +5,7 @@ import pytest
 from common.errors import UserError
 from common.uneven.timer import StepTimer
 from tests.harness import nodes_of, play, playing, rows
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--max-steps", 4)  # 1,438 samples: 10 steps an epoch
 LOADER = "timer.steps(train_loader"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.harness import MNIST, play
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--max-steps", 4)
 REPORT = "report = Report(group, plan, timer, options, untrained_loss, precision=precision)"

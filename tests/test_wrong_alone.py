@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
-from tests.test_exactness import altered
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12, "--log-every", 1)
 BACKWARD = "                        precision.backward("
