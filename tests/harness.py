@@ -161,9 +161,11 @@ _context = multiprocessing.get_context(
 _context.set_forkserver_preload(["tests.preload"])
 
 
-def _be(script: Path, flags: list[str], environ: dict[str, str], log: str) -> None:
-    """What `python SCRIPT FLAGS` does, with its output in a file."""
+def _be(script: Path, flags: list[str], environ: dict[str, str], log: str, cwd: Path | None) -> None:
+    """What `python SCRIPT FLAGS` does in the folder `cwd`, with its output in a file."""
     die_with_parent()
+    if cwd:
+        os.chdir(cwd)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -189,7 +191,7 @@ class Node:
 class playing:
     """Nodes under way: `processes` has the command of each node; `results()` waits for them."""
 
-    def __init__(self, script: Path, nodes: list[Node], folder: Path):
+    def __init__(self, script: Path, nodes: list[Node], folder: Path, cwd: Path | None = None):
         self.began = time.monotonic()
         self.logs, self.processes = [], []
         _under_way.append(self)
@@ -199,7 +201,7 @@ class playing:
             log.touch()
             self.logs.append(log)
             environ |= node.environ or {}
-            process = _context.Process(target=_be, args=(script, list(map(str, node.flags)), environ, str(log)))
+            process = _context.Process(target=_be, args=(script, list(map(str, node.flags)), environ, str(log), cwd))
             process.start()
             self.processes.append(process)
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from common.uneven.balance import IDLE_WINDOWS, WINDOW_STEPS, Speeds, fastest, next_window
+from common.uneven.balance import WINDOW_STEPS, next_window
 from common.uneven.batching import plan_batches
+from common.uneven.speeds import IDLE_WINDOWS, Speeds, fastest
 
 GLOBAL_BATCH = 256
 

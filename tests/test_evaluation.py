@@ -26,6 +26,18 @@ def images(tmp_path_factory):
     return folder
 
 
+def test_seven_ranks_count_each_image_once_and_agree_with_one(tmp_path):
+    """359 images in batches of 7 are 52, so that some ranks have one more than others."""
+    flags = ("--dataset", "digits", "--max-steps", 3, "--eval-batch", 7, "--precision", "fp64")
+    play(MNIST, (1,), tmp_path / "one", *flags)
+    play(MNIST, (4, 3), tmp_path / "seven", *flags)
+    (one,), (seven,) = rows(tmp_path / "one", "eval"), rows(tmp_path / "seven", "eval")
+    assert one["count"] == seven["count"] == 359
+    assert seven["accuracy"] == one["accuracy"]
+    assert seven["loss"] == pytest.approx(one["loss"], abs=1e-12)
+
+
+@pytest.mark.long
 def test_seven_ranks_count_ten_thousand_images_once_and_agree_with_one(images, tmp_path):
     flags = ("--data-dir", images, "--max-steps", 3, "--eval-batch", 333, "--precision", "fp64")
     play(MNIST, (1,), tmp_path / "one", *flags)

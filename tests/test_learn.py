@@ -8,7 +8,6 @@ import pytest
 from mnist_ddp.exercises import learn
 from tests.harness import ROOT, run
 
-pytestmark = pytest.mark.timeout(600)  # forty-two small runs
 LEARN = ROOT / "mnist_ddp" / "exercises" / "learn.py"
 SAID = {  # what it says of each mistake
     "01_mean_of_means": "the loss of step 1 is 2.3",
@@ -46,7 +45,7 @@ Path("said.json").write_text(json.dumps(said))
 def said(tmp_path_factory):
     """What the runner says of each mistake and of each solution; None where nothing is wrong."""
     folder = tmp_path_factory.mktemp("judged")
-    result = run("python", "-c", JUDGE, cwd=folder, PYTHONPATH=str(ROOT), timeout=600)
+    result = run("python", "-c", JUDGE, cwd=folder, PYTHONPATH=str(ROOT))
     assert result.code == 0, result.output
     return json.loads((folder / "said.json").read_text())
 
@@ -72,6 +71,7 @@ def test_the_folders_hold_the_same_ten():
     assert sorted(path.name for path in (LEARN.parent / "solutions").glob("[01]*.py")) == names
 
 
+@pytest.mark.long
 def test_it_goes_on_with_the_next_one_and_keeps_hints_and_score(tmp_path):
     folder = tmp_path / "exercises"
     shutil.copytree(LEARN.parent, folder)

@@ -1,19 +1,17 @@
 """play_nodes.py: all nodes of a layout behind one command, each line whole and with its node's number."""
 
-import contextlib
 import importlib
 import json
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
-from common.join.waiting import poll
-from tests.harness import ROOT, run, start
+from tests.harness import ROOT, TIMEOUT_SECONDS, rows_so_far, run, start, wait_until
+from tests.trainers import Patient
 
 PLAY = ROOT / "launch_scripts" / "play_nodes.py"
 LAYOUT = ("-n", 2, "-g", "2,1", "--device", "cpu")
@@ -28,6 +26,7 @@ def test_it_plays_a_module_or_a_script_from_any_folder(program, tmp_path):
     assert all(re.match(r"node [01] \| ", line) for line in result.output.splitlines()), result.output
 
 
+@pytest.mark.long
 def test_it_plays_the_doctor_whose_tables_come_out_whole(tmp_path):
     result = run("python", PLAY, "-m", "common.doctor", *LAYOUT, cwd=tmp_path)
     assert result.code == 0, result.output
@@ -46,9 +45,9 @@ def test_it_plays_the_doctor_whose_tables_come_out_whole(tmp_path):
 
 
 def test_a_failure_of_the_nodes_is_the_commands(tmp_path):
-    result = run("python", PLAY, "-m", "common.hello", *LAYOUT, "--interface", "eth77", cwd=tmp_path)
+    result = run("python", PLAY, "-m", "common.hello", *LAYOUT, "--timeout", "soon", cwd=tmp_path)
     assert result.code == 2, result.output
-    assert "--interface is eth77" in result.output
+    assert "argument --timeout: 'soon' is not allowed" in result.output
 
 
 @pytest.mark.parametrize("command", ["", "-m", "-m common.hello", "common.hello -g 1", "-m common.hello -g"])
@@ -69,27 +68,64 @@ def test_a_slow_rank_that_is_not_there_is_refused():
     assert result.code == 2 and "--slow names rank 3, but -g 2,1 has ranks 0 to 2" in result.output
 
 
+IDLE = """
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def train(worker, args):
+    (FOLDER / f"rank-{worker.rank}").touch()
+    while not (FOLDER / "end").exists():
+        time.sleep(0.01)
+"""
+STARTS = """
+from common.launch import cli, start
+start.main(cli.parser("Ranks that wait"), "idle:train")
+"""
+
+
+def idle(folder):
+    """A script whose ranks write that they have begun, and wait for a file `end`; they import no torch."""
+    (folder / "idle.py").write_text(IDLE)
+    (folder / "idle-distributed.py").write_text(STARTS)
+    return folder / "idle-distributed.py"
+
+
+def have_begun(folder):
+    return len(list(folder.glob("rank-*"))) == 3
+
+
 @pytest.mark.parametrize("rank", [1, 2])  # a supervisor's worker, and a launcher that is the worker of its node
 def test_a_slow_rank_is_stopped_again_and_again_and_the_others_are_not(rank, tmp_path):
-    training = ("--dataset", "digits", "--max-steps", 100, "--epochs", 50, "--out-dir", tmp_path / "run")
-    program = (ROOT / "mnist_ddp" / "mnist-distributed.py", *LAYOUT, *training)
-    played, seen = start("python", PLAY, "--slow", f"{rank}=0.3", *program), {}
-    while played.process.poll() is None:
-        for one in psutil.Process(played.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if found := re.search(r" rank (\d) of ", " ".join(one.cmdline())):
-                    seen.setdefault(int(found[1]), set()).add(one.status())
-        time.sleep(0.003)
-    assert played.result().code == 0, played.result().output
-    assert [number for number, states in seen.items() if psutil.STATUS_STOPPED in states] == [rank]
-    assert len(seen[rank]) > 1 and len(seen) == 3
+    played = start("python", PLAY, "--slow", f"{rank}=0.3", idle(tmp_path), *LAYOUT)
+    wait_until(lambda: have_begun(tmp_path), played)
+    titles = {" ".join(one.cmdline()): one for one in psutil.Process(played.process.pid).children(recursive=True)}
+    ranks = {int(found[1]): one for title, one in titles.items() if (found := re.search(r" rank (\d) of ", title))}
+    seen = {number: [] for number in ranks}
+
+    def stopped_five_times() -> bool:
+        for number, one in ranks.items():
+            is_stopped = one.status() == psutil.STATUS_STOPPED
+            if not seen[number] or seen[number][-1] != is_stopped:
+                seen[number].append(is_stopped)
+        return sum(seen[rank]) == 5
+
+    wait_until(stopped_five_times, played)
+    (tmp_path / "end").touch()
+    result = played.result()
+    assert result.code == 0, result.output
+    assert len(seen) == 3 and [number for number, states in seen.items() if any(states)] == [rank]
 
 
 WAITS = """
 import pathlib, sys, time
 print("started", end="", flush=True)
 pathlib.Path(__file__).with_name("started-" + sys.argv[sys.argv.index("-i") + 1]).touch()
-time.sleep(0 if "-i 1" in " ".join(sys.argv) and "fails" in sys.argv else 60)
+if "-i 1" not in " ".join(sys.argv) or "fails" not in sys.argv:
+    time.sleep(60)
+    pathlib.Path(__file__).with_name("ended-" + sys.argv[sys.argv.index("-i") + 1]).touch()
 sys.exit(3)
 """
 
@@ -99,17 +135,14 @@ def started(folder):
     script = folder / "waits.py"
     script.write_text(WAITS)
     command = start("python", PLAY, script, "-g", "1,1")
-    deadline = time.monotonic() + 30
-    while len(list(folder.glob("started-*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob("started-*"))) == 2, command)
     return command, psutil.Process(command.process.pid).children()
 
 
 def test_one_that_is_killed_ends_all_nodes(tmp_path):
     command, nodes = started(tmp_path)
     command.process.send_signal(signal.SIGTERM)
-    result = command.result(timeout=30)
+    result = command.result()
     assert result.code == 130, result.output
     assert sorted(result.output.splitlines()) == ["node 0 | started", "node 1 | started"]
     assert not any(node.is_running() for node in nodes)
@@ -119,8 +152,8 @@ def test_one_that_is_killed_ends_all_nodes(tmp_path):
 def test_one_that_is_killed_with_sigkill_leaves_no_node(tmp_path):
     command, nodes = started(tmp_path)
     command.process.kill()
-    _, alive = psutil.wait_procs(nodes, timeout=10)
-    command.result(timeout=10)
+    _, alive = psutil.wait_procs(nodes, timeout=TIMEOUT_SECONDS)
+    command.result()
     assert len(nodes) == 2 and not alive
 
 
@@ -131,12 +164,12 @@ def test_a_node_that_fails_ends_the_others(tmp_path, monkeypatch):
     play_nodes = importlib.import_module("play_nodes")
     monkeypatch.setattr(play_nodes, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(sys, "argv", [str(PLAY), str(script), "-g", "1,1", "fails"])
-    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
+    before = signal.getsignal(signal.SIGTERM)
     try:
         assert play_nodes.main() == 3
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert time.monotonic() - began < 15
+    assert not (tmp_path / "ended-0").exists()  # it was ended, and did not wait to its own end
 
 
 @pytest.mark.parametrize("link", ["100", "100Mbit", "0Mbit,1ms", "100Mbit,20", "fast,1ms", ""])
@@ -200,25 +233,25 @@ hosts.close()
 
 @needs_hosts
 def test_nothing_of_a_link_outlives_a_player_that_was_killed(tmp_path):
-    training = ("--dataset", "digits", "--epochs", 500, "--out-dir", tmp_path / "run")
-    program = (ROOT / "mnist_ddp" / "mnist-distributed.py", *LAYOUT, *training)
-    played = start("python", PLAY, "--link", "1Gbit,1ms", *program)
-    player = psutil.Process(played.process.pid)
-    assert poll(lambda: len(player.children(recursive=True)) >= 4, 60)  # the switch, two nodes, a worker
-    processes = player.children(recursive=True)
+    played = start("python", PLAY, "--link", "1Gbit,1ms", idle(tmp_path), *LAYOUT)
+    wait_until(lambda: have_begun(tmp_path), played)
+    processes = psutil.Process(played.process.pid).children(recursive=True)
+    assert len(processes) >= 4  # the switch, two nodes, a worker
     played.process.kill()
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_SECONDS)
     assert not alive
 
 
+@pytest.mark.long
 def test_with_elastic_the_others_go_on_after_a_node_has_died(tmp_path):
-    training = ("--dataset", "digits", "--epochs", 40, "--elastic", 1, "--out-dir", tmp_path / "run")
-    program = (ROOT / "mnist_ddp" / "mnist-distributed.py", "-n", 2, "-g", "1,1", "--device", "cpu", *training)
-    played = start("python", PLAY, *program)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    assert poll(lambda: metrics.exists() and '"train"' in metrics.read_text(), 120)
+    trainer = Patient(tmp_path)
+    training = (*Patient.FLAGS, "--elastic", 1, "--out-dir", tmp_path / "run")
+    played = start("python", PLAY, trainer.script, "-n", 2, "-g", "1,1", "--device", "cpu", *training)
+    wait_until(lambda: rows_so_far(tmp_path / "run", "train"), played)
     titles = {" ".join(one.cmdline()): one for one in psutil.Process(played.process.pid).children(recursive=True)}
     next(one for title, one in titles.items() if " rank 1 of 2" in title).kill()
+    wait_until(lambda: rows_so_far(tmp_path / "run", "members"), played)
+    trainer.end(tmp_path / "run")
     result = played.result()
     assert result.code == 0, result.output
     assert "lost rank 1" in result.output and "done     " in result.output

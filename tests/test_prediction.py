@@ -8,6 +8,7 @@ import pytest
 
 from common.predict.step import Cluster, Link, Way, advice, all_reduce, predict, ways
 from tests.harness import MNIST, ROOT, play, run
+from tests.test_first_answer import imported
 
 FAST, SLOW = Link(1e12, 0.0), Link(12.5e6, 1e-4)  # 100 Mbit/s
 MB = 1e6
@@ -76,6 +77,11 @@ def test_the_examples_are_printed_with_the_published_figures():
     result = run(*PREDICT, "--examples")
     assert result.code == 0
     assert "8     2.69 s, 1.72" in result.output and "1000 " in result.output
+
+
+def test_it_answers_without_torch():
+    result = run("python", "-X", "importtime", *PREDICT[1:], "--examples")
+    assert result.code == 0 and not imported(result.output) & {"torch", "numpy"}
 
 
 def test_a_thousand_ranks_are_predicted():

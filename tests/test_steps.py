@@ -22,10 +22,10 @@ def losses_in(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", text)}
 
 
-def said(step: int, ranks: int, folder) -> str:
-    """What all ranks print, started as torchrun would."""
+def said(step: int, ranks: int, folder, *arguments: object) -> str:
+    """What all ranks print, started as torchrun would, in `folder`."""
     folder.mkdir(exist_ok=True)
-    results = playing(STEPS[step - 1], torchrun_nodes((ranks,)), folder).results()
+    results = playing(STEPS[step - 1], torchrun_nodes((ranks,), *arguments), folder, cwd=folder).results()
     assert [result.code for result in results] == [0] * ranks, [result.output for result in results]
     return "".join(result.output for result in results)
 
@@ -73,17 +73,18 @@ def test_other_ranks_have_the_same_losses(step, ranks, exact, tmp_path):
 
 
 def test_a_run_goes_on_on_other_ranks(exact, tmp_path):
-    def start(ranks: int, *arguments: object) -> dict[int, float]:
-        torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks)
-        result = run(*torchrun, "--master-port", free_port(), STEPS[6], *arguments, cwd=tmp_path)
-        assert result.code == 0, result.output
-        return losses_in(result.output)
-
-    first, second = start(4, 10), start(2)
+    first, second = losses_in(said(7, 4, tmp_path, 10)), losses_in(said(7, 2, tmp_path))
     assert (len(first), len(second)) == (10, 14)
     assert first | second == pytest.approx(exact, abs=1e-12)
     stated = losses_in("\n".join(block("said 7")))
     assert {step: exact[step] for step in stated} == pytest.approx(stated, abs=1e-12)
+
+
+@pytest.mark.long
+def test_torchrun_starts_a_step_as_the_chapter_says(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2)
+    result = run(*torchrun, "--master-port", free_port(), STEPS[1], cwd=tmp_path)
+    assert result.code == 0 and len(losses_in(result.output)) == 21, result.output
 
 
 def test_the_others_go_on_after_a_rank_has_died(exact, tmp_path):

@@ -1,0 +1,94 @@
+"""Speeds of the ranks, estimated from noisy times, and the shares that let all ranks end at the same time: no torch."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from common.uneven.batching import split
+
+WORTHWHILE = 0.98  # a change must bring the time of a step below this part of what it is
+CLEAR = 0.9  # and unless it brings it below this, all of the last windows must say so
+WINDOWS = 6  # that are remembered
+JUMP = 0.25  # a speed that has changed by more is believed at once, once it is seen in two windows
+IDLE_WINDOWS = 10  # after so many a rank without samples gets one, to see whether it is faster now
+
+
+class Speeds:
+    """An estimate of the ranks' speeds, from the windows that are noted. Lists have one number a rank.
+
+    A step takes rank r `cost[r] * work[r] + update[r]` milliseconds. A window's numbers are noisy: of the last three
+    windows the median counts, so that one slow step changes nothing, and small changes count half. New shares have a
+    price, because libraries prepare for each size of a batch: for a small gain, six windows must agree.
+    """
+
+    def __init__(self) -> None:
+        self.windows: deque[tuple[list[float], list[float]]] = deque(maxlen=WINDOWS)  # (cost, update) of each
+        self.cost: list[float] = []  # ms of forward and backward for a unit of work
+        self.update: list[float] = []  # ms of the optimizer's step
+        self.idle: list[int] = []  # windows since a rank had work
+        self.step_work = 0.0  # of a step, over all ranks
+
+    def note(self, work: Sequence[float], passes: Sequence[float], update: Sequence[float], step_work: float) -> None:
+        """Note a window: each rank's work and the milliseconds of its passes, summed, and of an update, on average.
+        `step_work` is the work of one step, over all ranks."""
+        was_idle = self.idle or [0] * len(work)
+        self.idle = [0 if done else idle + 1 for done, idle in zip(work, was_idle, strict=True)]
+        known = self.cost or [max(passes) / max(work)] * len(work)
+        cost = [ms / done if done else old for ms, done, old in zip(passes, work, known, strict=True)]
+        for rank, done in enumerate(work):
+            if done and was_idle[rank]:  # what was known of it is old
+                for earlier, _ in self.windows:
+                    earlier[rank] = cost[rank]
+        self.windows.append((cost, list(update)))
+        costs, updates = zip(*list(self.windows)[-3:], strict=True)
+        self.cost = _damped(self.cost, [median(column) for column in zip(*costs, strict=True)])
+        self.update = _damped(self.update, [median(column) for column in zip(*updates, strict=True)])
+        self.step_work = step_work
+
+    def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
+        """The best weights, in samples of a global batch, or None where those in use, `weights`, are about as good."""
+        unit = self.step_work / global_batch
+        best = [work / unit for work in fastest(self.cost, self.update, self.step_work)]
+        probes = [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]
+        for rank in probes:
+            best[rank] = max(best[rank], 1.0)
+        now, then = (split(global_batch, which) for which in (weights, best))
+        if probes or self._is_worthwhile(now, then, unit):
+            return tuple(best)
+        return None
+
+    def _is_worthwhile(self, now: Sequence[int], then: Sequence[int], unit: float) -> bool:
+        """Whether shares `then` are better than `now` by so much that a change pays."""
+
+        def time_left(cost: Sequence[float], update: Sequence[float]) -> float:
+            return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
+
+        if time_left(self.cost, self.update) < CLEAR:
+            return True
+        return len(self.windows) == WINDOWS and all(time_left(*window) < WORTHWHILE for window in self.windows)
+
+
+def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
+    """How long the slowest rank computes in a step."""
+    return max(share * unit * one + more for share, one, more in zip(shares, cost, update, strict=True))
+
+
+def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list[float]:
+    """`work` divided between the ranks so that the last one is done as early as possible.
+
+    Rank r takes cost[r] for a unit and update[r] besides. All ranks that get work end at the same time T, and
+    sum((T - update[r]) / cost[r]) = work; a rank whose update alone takes longer than T gets none.
+    """
+    busy = set(range(len(cost)))
+    while True:
+        end = (work + sum(update[rank] / cost[rank] for rank in busy)) / sum(1 / cost[rank] for rank in busy)
+        late = {rank for rank in busy if update[rank] >= end}
+        if not late:
+            return [(end - update[rank]) / cost[rank] if rank in busy else 0.0 for rank in range(len(cost))]
+        busy -= late
+
+
+def _damped(old: list[float], new: list[float]) -> list[float]:
+    if not old:
+        return new
+    return [b if abs(b - a) > JUMP * a else (a + b) / 2 for a, b in zip(old, new, strict=True)]
