@@ -19,8 +19,14 @@ NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") 
 
 @pytest.mark.parametrize("program, flags, lacks, by_hand", [
     ("mnist.py", (), "data has no MNIST", "data/MNIST/raw there by hand"),
-    ("layouts.py", ("--out-dir", "runs/layouts"), "data has no MNIST", "data/MNIST/raw there by hand"),
-    ("finetune.py", (), "data/wnut17 has no WNUT 17", "put train.conll, dev.conll, test.conll there by hand"),
+    pytest.param(
+        "layouts.py", ("--out-dir", "runs/layouts"), "data has no MNIST", "data/MNIST/raw there by hand",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "finetune.py", (), "data/wnut17 has no WNUT 17", "put train.conll, dev.conll, test.conll there by hand",
+        marks=pytest.mark.long,
+    ),
 ])  # fmt: skip
 def test_a_fresh_clone_without_network_is_told_what_to_do(program, flags, lacks, by_hand, tmp_path):
     checkout = copy_of_the_checkout(tmp_path / "checkout")
@@ -32,6 +38,7 @@ def test_a_fresh_clone_without_network_is_told_what_to_do(program, flags, lacks,
     assert "Traceback" not in result.output
 
 
+@pytest.mark.long
 def test_the_loop_that_is_measured_on_a_gpu_runs_on_a_cpu():
     result = run("python", ROOT / "benchmarks" / "gpu.py", "--tiny", "--only", "ours", "--lengths", 32)
     assert result.code == 0, result.output

@@ -254,9 +254,7 @@ def test_of_another_error_the_first_line_is_the_problem():
 def test_a_rank_that_stops_answering_is_left_out_and_named():
     board = Board(0, 2, dist.HashStore())
     assert board.exchange("looking", "mine", seconds=0.1) == {0: "mine"}
-    began = time.monotonic()
-    assert board.exchange("the next stage", "mine", seconds=60) == {0: "mine"}  # nobody waits for it again
-    assert time.monotonic() - began < 30
+    assert board.exchange("the next stage", "mine", seconds=3600) == {0: "mine"}  # nobody waits for it again
     finding = only(board.findings({0: "node 0", 1: "node 1"}))
     assert (finding.where, finding.problem) == ("rank 1, node 1", "stopped answering while looking")
 
@@ -272,12 +270,12 @@ examination = Examination(worker, Options(json=False, min_mbit=1, join=JoinOptio
 with examination._stage("one", 60):
     pass
 with examination._stage("two", 0.05):
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
 def test_a_stage_that_does_not_end_is_named_in_the_report_and_ends_the_process():
-    result = run("python", "-c", HANGS, cwd=ROOT, timeout=50)
+    result = run("python", "-c", HANGS, cwd=ROOT)
     assert "two did not end: this rank did not answer in time" in errors(result)
     assert "fix: is that process alive" in result.output
 
@@ -303,7 +301,7 @@ def examine(tmp_path, first: tuple = (), second: tuple | None = ()) -> list[Resu
     nodes = [Node([*layout, "-i", 0, *first])]
     if second is not None:
         nodes.append(Node([*layout, "-i", 1, *second]))
-    return playing(DOCTOR, nodes, tmp_path).results(timeout=60)
+    return playing(DOCTOR, nodes, tmp_path).results()
 
 
 def errors(result: Result) -> str:
@@ -370,7 +368,10 @@ def test_a_busy_port_is_named(tmp_path):
     assert f"--master-port {port}" in errors(result) and "held by another program" in errors(result)
 
 
-@pytest.mark.parametrize("command", [("-m", "common.doctor"), (DOCTOR,)], ids=["-m", "by path"])
+@pytest.mark.parametrize("command", [
+    pytest.param(("-m", "common.doctor"), id="-m"),
+    pytest.param((DOCTOR,), id="by path", marks=pytest.mark.long),
+])  # fmt: skip
 def test_the_doctor_of_one_machine_prints_json_and_nothing_else(command, tmp_path):
     folder = ROOT if command[0] == "-m" else tmp_path
     result = run("python", *command, "-n", 1, "-g", 1, "--device", "cpu", "--json", cwd=folder)

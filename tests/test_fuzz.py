@@ -5,6 +5,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.fuzzing import TARGETS
 
+pytestmark = pytest.mark.long
+
 ALL_CHECKS = list(HealthCheck)
 FEW = settings(max_examples=150, derandomize=True, database=None, deadline=None, suppress_health_check=ALL_CHECKS)
 

@@ -19,6 +19,8 @@ from tests.environments import (
 from tests.harness import MNIST, ROOT, rows, run, start, write_trainer
 from tests.test_first_answer import imported
 
+pytestmark = pytest.mark.long
+
 COMMANDS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"])
 DIGITS = ("--device", "cpu", "--dataset", "digits")
 

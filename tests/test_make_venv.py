@@ -9,6 +9,8 @@ import pytest
 from tests.environments import activated, copy_of_the_checkout, make_environment, site_packages
 from tests.harness import run
 
+pytestmark = pytest.mark.long
+
 
 def make_venv(checkout, **environ):
     return run("bash", checkout / ".ci" / "make-venv", PYTHON=sys.executable, PYTHONPATH=None, **environ)

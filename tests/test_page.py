@@ -12,6 +12,8 @@ from common.uneven.batching import plan_batches, split
 from common.uneven.speeds import fastest
 from tests.harness import ROOT
 
+pytestmark = pytest.mark.long
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGE = f"file://{ROOT}/docs/uneven.html"
 LAYOUTS = 1000

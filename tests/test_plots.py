@@ -10,6 +10,11 @@ from common.record.plots import draw_curves
 from tests.harness import MNIST, play
 
 
+def more(*values):
+    """Further values of a parameter, for the long level."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
 def train(*steps):
     return [{"kind": "train", "step": step, "loss": 2.3 / step} for step in steps]
 
@@ -32,7 +37,7 @@ def panels(rows):
     return {axes.get_title(): axes for axes in figure.axes}, canvas.get_renderer()
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 6, 7, 10, 40, 48])
+@pytest.mark.parametrize("number", [1, 4, 7, 48, *more(2, 6, 10, 40)])
 def test_the_figures_above_the_bars_stay_within_the_frame_and_cover_neither_bars_nor_one_another(number):
     found, renderer = panels([*train(1, 2), ranks(number)])
     axes = found["Time by rank"]
@@ -48,7 +53,7 @@ def test_the_figures_above_the_bars_stay_within_the_frame_and_cover_neither_bars
     assert not any(legend.overlaps(other) for other in [*texts, *bars])
 
 
-@pytest.mark.parametrize("number", [1, 10, 40, 300])
+@pytest.mark.parametrize("number", [1, 10, *more(40, 300)])
 def test_the_panels_and_their_labels_do_not_touch_one_another_and_stay_in_the_picture(number):
     evals = [{"kind": "eval", "step": step, "loss": 2, "accuracy": 0.5, "perplexity": 900 / step} for step in (1, 2)]
     found, renderer = panels([*train(1, 2), *evals, ranks(number)])

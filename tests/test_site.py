@@ -7,6 +7,8 @@ import pytest
 
 from tests.harness import ROOT, run
 
+pytestmark = pytest.mark.long
+
 SITE = ROOT / ".ci" / "site.py"
 
 

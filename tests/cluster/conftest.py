@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Result, start
+from tests.harness import ROOT, Result, start, wait_until
 
 HERE = Path(__file__).resolve().parent
 STATE = Path(os.environ.get("UNEVEN_CLUSTER_DIR", "/tmp/uneven-cluster"))
@@ -213,11 +213,9 @@ def warm(hosts: Hosts):
     """The program that stands for `python` where a launcher starts each rank; see warm.py."""
     servers = []
     for host in hosts.addresses:
-        servers.append(hosts.on(host, "python", "-m", "tests.cluster.warm", STATE / f"warm-{host}", cwd=ROOT))
-    deadline = time.monotonic() + 60
-    while not all((STATE / f"warm-{host}").exists() for host in hosts.addresses):
-        assert time.monotonic() < deadline and all(server.process.poll() is None for server in servers)
-        time.sleep(0.1)
+        server = hosts.on(host, "python", "-m", "tests.cluster.warm", STATE / f"warm-{host}", cwd=ROOT).lasts()
+        wait_until((STATE / f"warm-{host}").exists, server)
+        servers.append(server)
     hosts.services |= hosts.processes()
     yield HERE / "warm-python"
     for server in servers:

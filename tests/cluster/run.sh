@@ -55,7 +55,7 @@ finish() {
 trap finish EXIT
 
 PYTHONDONTWRITEBYTECODE=1 UNEVEN_CLUSTER_LOCKED=1 .venv/bin/python -m pytest -p no:cacheprovider \
-  --basetemp="$state.pytest" tests/cluster tests/test_page.py "$@" 9>&- &
+  --basetemp="$state.pytest" tests/cluster "$@" 9>&- &
 pytest=$!
 wait "$pytest"
 code=$?
