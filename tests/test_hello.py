@@ -10,7 +10,10 @@ from tests.test_first_answer import imported
 HELLO = ROOT / "common" / "hello" / "__main__.py"
 
 
-@pytest.mark.parametrize("command", [("-m", "common.hello"), (HELLO,)], ids=["-m", "by path"])
+@pytest.mark.parametrize("command", [
+    pytest.param(("-m", "common.hello"), id="-m"),
+    pytest.param((HELLO,), id="by path", marks=pytest.mark.long),
+])  # fmt: skip
 def test_hello_of_one_process(command, tmp_path):
     folder = ROOT if command[0] == "-m" else tmp_path
     result = run("python", *command, "--device", "cpu", cwd=folder)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.harness import ROOT, start, write_trainer
+from tests.harness import ROOT, TIMEOUT_SECONDS, start, write_trainer
 
 COMMAND = ("-g", 1, "--device", "cpu")
 
@@ -17,7 +17,7 @@ def test_a_debugger_reads_from_the_terminal(tmp_path):
         text=True,
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert "42" in done.stdout and "after 0" in done.stdout

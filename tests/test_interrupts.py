@@ -10,8 +10,20 @@ import psutil
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, start, weights
-from tests.trainers import altered
+from common.launch.interruption import TWICE_SECONDS
+from tests.harness import (
+    MNIST,
+    largest_difference,
+    losses,
+    nodes_of,
+    play,
+    playing,
+    rows_so_far,
+    start,
+    wait_until,
+    weights,
+)
+from tests.trainers import Patient, altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
 AGAIN = 75
@@ -20,11 +32,7 @@ AGAIN = 75
 def started(tmp_path, gpus, *flags):
     """A run that has made some steps."""
     run = playing(MNIST, nodes_of(gpus, tmp_path / "run", *FLAGS, *flags), tmp_path)
-    file, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
-    while not file.exists() or file.read_text().count('"train"') < 3:
-        running = all(process.exitcode is None for process in run.processes)
-        assert running and time.monotonic() < deadline, [log.read_text() for log in run.logs]
-        time.sleep(0.05)
+    wait_until(lambda: len(rows_so_far(tmp_path / "run", "train")) >= 3, run)
     return run
 
 
@@ -39,23 +47,25 @@ def rank_pid(run, rank: int) -> int:
 
 @pytest.mark.parametrize("number, code", [("SIGTERM", AGAIN), ("SIGUSR1", AGAIN), ("SIGINT", AGAIN)])
 def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_path, number, code):
-    run = started(tmp_path, (2, 2), "--epochs", 2000)
+    run = started(tmp_path, (1, 2), "--epochs", 2000)
     os.kill(run.processes[1].pid, getattr(signal, number))
-    results = run.results(30)
+    results = run.results()
     assert [result.code for result in results] == [code, code], [result.output for result in results]
-    said = re.search(r"interrupted: SIGUSR1 on rank [23]: ended after step (\d+), which is saved", results[0].output)
+    said = re.search(r"interrupted: SIGUSR1 on rank [12]: ended after step (\d+), which is saved", results[0].output)
     assert said, results[0].output
     saved = (tmp_path / "run" / "checkpoints" / "latest").resolve().name
     assert saved == f"step-{int(said[1]):08d}"
 
 
 def test_a_run_that_was_interrupted_and_resumed_elsewhere_has_the_curve_of_one_that_was_not(tmp_path):
-    more = ("--epochs", 20)
-    play(MNIST, (1,), tmp_path / "whole", *FLAGS, *more)
-    run = started(tmp_path, (3, 1), *more)
+    trainer = Patient(tmp_path)
+    run = playing(trainer.script, nodes_of((3, 1), tmp_path / "run", *Patient.FLAGS), tmp_path)
+    wait_until(lambda: len(rows_so_far(tmp_path / "run", "train")) >= 3, run)
     os.kill(rank_pid(run, 3), signal.SIGUSR1)
-    assert [result.code for result in run.results(30)] == [AGAIN, AGAIN]
-    play(MNIST, (2,), tmp_path / "run", *FLAGS, *more, "--resume")
+    assert [result.code for result in run.results()] == [AGAIN, AGAIN]
+    last = trainer.end(tmp_path / "run")
+    play(trainer.script, (2,), tmp_path / "run", *Patient.FLAGS, "--resume")
+    play(MNIST, (1,), tmp_path / "whole", *Patient.FLAGS, "--max-steps", last)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
     assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "whole")) < 1e-9
 
@@ -65,28 +75,25 @@ def test_a_second_signal_ends_at_once(tmp_path):
     stopped = rank_pid(run, 1)
     os.kill(stopped, signal.SIGSTOP)  # so that the ranks cannot agree
     os.kill(run.processes[0].pid, signal.SIGTERM)
-    time.sleep(2)  # what comes within a second counts as the same signal
+    time.sleep(TWICE_SECONDS + 0.5)  # at least: what comes sooner counts as the same signal
     os.kill(run.processes[0].pid, signal.SIGTERM)
-    (result,) = run.results(20)
+    (result,) = run.results()
     assert result.code == 130, result.output
 
 
 def test_one_process_in_place_saves_too(tmp_path):
     run = started(tmp_path, (1,), "--epochs", 2000)
     os.kill(run.processes[0].pid, signal.SIGTERM)
-    (result,) = run.results(30)
+    (result,) = run.results()
     assert result.code == AGAIN, result.output
     assert "interrupted: SIGTERM on rank 0: ended after step" in result.output and "Traceback" not in result.output
 
 
 def test_a_signal_before_training_ends_without_a_checkpoint(tmp_path):
     run = playing(MNIST, nodes_of((2, 1), tmp_path / "run", *FLAGS)[:1], tmp_path)
-    deadline = time.monotonic() + 30
-    while "waiting for node 1" not in run.logs[0].read_text():
-        assert time.monotonic() < deadline, run.logs[0].read_text()
-        time.sleep(0.05)
+    run.wait_for("waiting for node 1")
     os.kill(run.processes[0].pid, signal.SIGTERM)
-    (result,) = run.results(20)
+    (result,) = run.results()
     assert result.code == 143 and "Traceback" not in result.output, result.output
 
 
@@ -94,12 +101,9 @@ def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_anothe
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     node = start("python", MNIST, "--dataset", "digits", "--device", "cpu", **launched, **where)
-    deadline = time.monotonic() + 60
-    while node.process.poll() is None and not psutil.Process(node.process.pid).net_connections("tcp"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: psutil.Process(node.process.pid).net_connections("tcp"), node)
     node.process.send_signal(signal.SIGUSR1)
-    result = node.result(timeout=30)
+    result = node.result()
     assert result.code == AGAIN, result.output
     assert "interrupted: SIGUSR1 while nothing was to be saved: start the run again" in result.output
     assert "Traceback" not in result.output
@@ -108,7 +112,7 @@ def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_anothe
 def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):
     run = started(tmp_path, (1, 1), "--sync-every", 100000, "--epochs", 2000)
     os.kill(run.processes[1].pid, signal.SIGTERM)
-    results = run.results(30)
+    results = run.results()
     assert [result.code for result in results] == [AGAIN, AGAIN], [result.output for result in results]
 
 
@@ -118,7 +122,7 @@ def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
     node = psutil.Process(run.processes[0].pid)
     for process in (node, *node.children(recursive=True), node):
         process.send_signal(signal.SIGINT)
-    (result,) = run.results(30)
+    (result,) = run.results()
     assert result.code == AGAIN, result.output
     assert "ended after step" in result.output and "again" not in result.output
 

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 
 from common.launch.interruption import TWICE_SECONDS
 from common.launch.stopped import StoppedWorkers
-from tests.harness import MNIST, ROOT, Node, kill, nodes_of, playing, start, write_trainer
+from tests.harness import MNIST, ROOT, TIMEOUT_SECONDS, Node, nodes_of, playing, start, wait_until, write_trainer
 
 LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precision", "fp64")
 
@@ -23,14 +22,8 @@ LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precisi
 def command(tmp_path):
     """A node's command that trains for a long time, with three workers, once it writes metrics."""
     started = playing(MNIST, [Node(["-g", 3, *LONG, "--out-dir", tmp_path])], tmp_path)
-    (command,) = started.processes
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
-        assert command.is_alive() and time.monotonic() < deadline, started.logs[0].read_text()
-        time.sleep(0.05)
-    yield started
-    if command.is_alive():
-        kill(command.pid)
+    wait_for_metrics(tmp_path, started)
+    return started
 
 
 def ranks(command) -> list[psutil.Process]:
@@ -44,8 +37,8 @@ def send(command, number: int) -> None:
     os.kill(command.processes[0].pid, number)
 
 
-def all_gone(processes: list[psutil.Process], seconds: float = 15) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
+def all_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_SECONDS)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -53,7 +46,7 @@ def test_a_killed_worker_ends_its_node_with_its_name(command):
     processes = ranks(command)
     victim = processes[-1]
     victim.send_signal(signal.SIGKILL)
-    (result,) = command.results(timeout=30)
+    (result,) = command.results()
     assert result.code != 0
     assert "was ended by SIGKILL" in result.output
     assert re.search(r"lost rank \d, node 0 \(\S+\).*: was ended by SIGKILL", result.output)
@@ -65,7 +58,7 @@ def test_a_killed_worker_ends_its_node_with_its_name(command):
 def test_an_interrupted_command_takes_its_workers_along(command, number):
     processes = ranks(command)
     send(command, number)
-    (result,) = command.results(timeout=30)
+    (result,) = command.results()
     assert result.code == 75  # after a checkpoint
     assert "Traceback" not in result.output
     assert all_gone(processes)
@@ -88,10 +81,11 @@ def test_a_killed_supervisor_leaves_no_stopped_worker_behind(command):
     assert all_gone(processes)
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_is_named(tmp_path):
     flags = ["--nproc-per-node", 2, MNIST, *LONG, "--out-dir", tmp_path]
     launcher = start("python", "-m", "torch.distributed.run", "--standalone", *flags)
-    wait_for_metrics(tmp_path, lambda: launcher.process.poll() is None)
+    wait_for_metrics(tmp_path, launcher)
     agent = psutil.Process(launcher.process.pid)
     processes = agent.children()
     assert {" ".join(filter(None, process.cmdline())) for process in processes} == {
@@ -99,7 +93,7 @@ def test_a_launcher_that_is_killed_leaves_no_rank_behind_and_is_named(tmp_path):
     }
     agent.kill()
     said = rf"error: (torchrun \(pid {agent.pid}\) has ended|lost the store of torchrun at \S+: has torchrun ended\?)"
-    assert re.search(said, launcher.result(timeout=30).output)
+    assert re.search(said, launcher.result().output)
     assert all_gone(processes)
 
 
@@ -112,15 +106,15 @@ def test_the_titles_of_processes_name_the_ranks_and_the_supervisor(command):
 
 def test_workers_that_stay_stopped_are_named_and_ended(tmp_path):
     run = playing(MNIST, [Node(["-g", 2, *LONG, "--timeout", 3, "--out-dir", tmp_path])], tmp_path)
-    wait_for_metrics(tmp_path, run.processes[0].is_alive)
+    wait_for_metrics(tmp_path, run)
     processes = psutil.Process(run.processes[0].pid).children()
     try:
         for process in processes:
             process.suspend()
-        (result,) = run.results(timeout=40)
+        (result,) = run.results()
         said = "error: rank 0 and rank 1 stopped for 3 s (--timeout), by SIGSTOP or Ctrl-Z; ending all workers"
         assert result.code == 1 and said in result.output, result.output
-        assert all_gone(processes, seconds=3)
+        assert all_gone(processes)
     finally:
         for process in processes:
             if process.is_running():
@@ -160,6 +154,7 @@ LOADING = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim, code, said", [
     ("loader", 1, r"error: (a )?DataLoader worker .*(exited unexpectedly|is killed by signal)"),
     ("forkserver", 1, r"error: (a )?DataLoader worker .*(exited unexpectedly|is killed by signal)"),
@@ -168,15 +163,17 @@ LOADING = """
 def test_a_helper_process_that_is_killed_ends_its_node_or_is_not_needed(victim, code, said, tmp_path):
     script = write_trainer(tmp_path, LOADING)
     command = start("python", script, "-g", 2, "--device", "cpu", PYTHONPATH=str(ROOT))
-    wait_for_metrics(tmp_path, lambda: command.process.poll() is None)
+    wait_for_metrics(tmp_path, command)
     rank = psutil.Process(command.process.pid).children()[1]
     helpers = {name: one for one in rank.children() for name in ("forkserver", "resource_tracker") if is_a(one, name)}
     helpers["loader"] = helpers["forkserver"].children()[0]
     everything = psutil.Process(command.process.pid).children(recursive=True)
     helpers[victim].kill()
-    time.sleep(0.5)  # if nobody needs it, the training goes on
+    seen = int((tmp_path / "metrics.jsonl").read_text())
+    if not code:  # nobody needs it, and the training goes on
+        wait_until(lambda: int((tmp_path / "metrics.jsonl").read_text() or 0) > seen + 5, command)
     (tmp_path / "end").touch()
-    result = command.result(timeout=60)
+    result = command.result()
     assert result.code == code, result.output
     assert re.search(said, result.output)
     assert all_gone(everything)
@@ -186,15 +183,16 @@ def is_a(process: psutil.Process, helper: str) -> bool:
     return any(f"multiprocessing.{helper}" in part for part in process.cmdline())
 
 
-def wait_for_metrics(folder: Path, runs: Callable[[], bool]) -> None:
-    wait_until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text(), runs)
+def wait_for_metrics(folder: Path, run: playing | start) -> None:
+    wait_until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text(), run)
 
 
-def wait_until(ready: Callable[[], object], goes_on: Callable[[], bool] = lambda: True) -> None:
-    deadline = time.monotonic() + 60
-    while not ready():
-        assert goes_on() and time.monotonic() < deadline
-        time.sleep(0.02)
+def stands_still(pid: int) -> bool:
+    """Has this process computed nothing for a moment, because it waits?"""
+    process = psutil.Process(pid)
+    before = process.cpu_times()
+    time.sleep(0.3)
+    return process.cpu_times() == before
 
 
 def test_a_command_runs_from_any_folder_and_from_its_own(tmp_path):
@@ -209,15 +207,15 @@ def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
     processes = ranks(command)
     stopped = processes[-1]
     stopped.send_signal(signal.SIGSTOP)
-    while stopped.status() != psutil.STATUS_STOPPED:  # a SIGTERM that comes at the same moment would end it
-        time.sleep(0.01)
+    # a SIGTERM that comes at the same moment would end it
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
     try:
         send(command, signal.SIGINT)
         wait_until(lambda: "once more ends at once" in command.logs[0].read_text())
-        time.sleep(TWICE_SECONDS + 0.5)  # what comes sooner counts as the same signal
+        time.sleep(TWICE_SECONDS + 0.5)  # at least: what comes sooner counts as the same signal
         send(command, signal.SIGINT)
-        command.results(timeout=30)
-        assert all_gone(processes, seconds=3)
+        command.results()
+        assert all_gone(processes)
     finally:
         if stopped.is_running():
             stopped.kill()
@@ -249,23 +247,21 @@ def test_a_node_of_one_rank_that_waits_for_a_frozen_one_can_be_interrupted(numbe
     run = playing(MNIST, nodes, tmp_path)
     frozen, waiting = run.processes
     try:
-        while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text():
-            assert frozen.is_alive(), run.logs[0].read_text()
-            time.sleep(0.05)
+        wait_for_metrics(tmp_path, run)
         os.kill(frozen.pid, signal.SIGSTOP)
-        time.sleep(1.0)  # the other one now waits in a collective
+        wait_until(lambda: stands_still(waiting.pid), run)  # in a collective
         os.kill(waiting.pid, number)  # asks for a checkpoint, which the frozen rank prevents
         wait_until(lambda: "once more ends at once" in run.logs[1].read_text())
         time.sleep(TWICE_SECONDS + 0.5)
         os.kill(waiting.pid, number)
-        waiting.join(10)
+        waiting.join(TIMEOUT_SECONDS)
         assert waiting.exitcode == 128 + number
     finally:
         for process in run.processes:
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_reader_that_goes_away_does_not_make_a_finished_run_fail(ranks, tmp_path):
     flags = f"-g {ranks} --device cpu --dataset digits --max-steps 2 --out-dir {tmp_path}"
     command = f"{sys.executable} {MNIST} {flags} | head -n 1; exit ${{PIPESTATUS[0]}}"
@@ -275,8 +271,9 @@ def test_a_reader_that_goes_away_does_not_make_a_finished_run_fail(ranks, tmp_pa
 
 
 WRITES = """
-def write():
-    time.sleep(13)
+def write():  # for longer than the supervisor gives the other ranks
+    while "waiting for rank 0 to write" not in (FOLDER / "node-0-0.log").read_text():
+        time.sleep(0.05)
     (FOLDER / "written").touch()
 
 if worker.is_main:

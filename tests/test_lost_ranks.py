@@ -2,12 +2,22 @@
 
 import re
 import socket
-import time
 
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import ROOT, Node, Result, kill, nodes_of, playing, run, write_trainer
+from tests.harness import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    Node,
+    Result,
+    kill,
+    nodes_of,
+    playing,
+    run,
+    wait_until,
+    write_trainer,
+)
 
 HERE = re.escape(socket.gethostname())
 
@@ -74,7 +84,7 @@ def errors(result: Result) -> dict[int, str]:
 @pytest.mark.parametrize("machine", [ONE_MACHINE, TWO_MACHINES], ids=["one machine", "two machines"])
 @pytest.mark.parametrize("gpus, lost, node", [((3,), 1, 0), ((2, 2), 3, 1)], ids=["one node", "two nodes"])
 def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, machine, tmp_path):
-    results = playing_steps(tmp_path, gpus, dies(lost), machine=machine).results(timeout=30)
+    results = playing_steps(tmp_path, gpus, dies(lost), machine=machine).results()
     said = {rank: text for result in results for rank, text in errors(result).items()}
     killed = re.escape("was ended by SIGKILL (out of memory? see `dmesg`)")
     line = rf"lost rank {lost}, node {node} \({HERE}\): {killed}; see the log of that node"
@@ -84,7 +94,7 @@ def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, ma
 
 
 def test_rank_0_is_named_when_its_process_has_ended_with_the_store(tmp_path):
-    results = playing_steps(tmp_path, (2, 2), dies(0), machine=TWO_MACHINES).results(timeout=30)
+    results = playing_steps(tmp_path, (2, 2), dies(0), machine=TWO_MACHINES).results()
     said = {rank: text for result in results for rank, text in errors(result).items()}
     assert set(said) == {1, 2, 3}
     line = rf"lost rank 0, node 0 \({HERE}\), which served the store: its process has ended; see the log of that node"
@@ -95,7 +105,7 @@ def test_a_node_that_is_gone_is_named_with_its_ranks(tmp_path):
     run = playing_steps(tmp_path, (2, 2), "                pass", machine=TWO_MACHINES)
     wait_for_step(run, tmp_path / "step-3", 20)
     kill(run.processes[1].pid)
-    first, _ = run.results(timeout=30)
+    first, _ = run.results()
     line = rf"lost contact with one of ranks 2 to 3, node 1 \({HERE}\), which do not answer: see the log of that node"
     assert first.code == 1
     assert all(re.fullmatch(line, text) for text in errors(first).values()) and len(errors(first)) == 2, first.output
@@ -103,7 +113,7 @@ def test_a_node_that_is_gone_is_named_with_its_ranks(tmp_path):
 
 def test_a_rank_that_is_only_busy_is_not_called_lost(tmp_path):
     busy = dies(1) + "                time.sleep(8 * (worker.rank == 2))\n"
-    first, _, _ = playing_steps(tmp_path, (1, 1, 1), busy, machine=TWO_MACHINES).results(timeout=40)
+    first, _, _ = playing_steps(tmp_path, (1, 1, 1), busy, machine=TWO_MACHINES).results()
     said = rf"lost contact with one of rank 1, node 1 \({HERE}\) or rank 2, node 2 \({HERE}\), which do not answer"
     assert re.match(said, errors(first)[0]), first.output
 
@@ -117,11 +127,11 @@ def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(frozen
                 if worker.rank == {frozen}:
                     os.kill(os.getpid(), signal.SIGSTOP)
 """
-    run = playing_steps(tmp_path, (1, 1, 1), stop, "--timeout", 4, machine=TWO_MACHINES)
+    run = playing_steps(tmp_path, (1, 1, 1), stop, "--timeout", 10, machine=TWO_MACHINES)
     others = [process for rank, process in enumerate(run.processes) if rank != frozen]
     try:
         for process in others:
-            process.join(30)
+            process.join(TIMEOUT_SECONDS)
             assert process.exitcode == 1
     finally:
         run.processes[frozen].kill()
@@ -132,7 +142,7 @@ def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(frozen
 
 def test_a_rank_that_fails_by_itself_is_named_by_the_others(tmp_path):
     fails = "                assert worker.rank != 1, 'what it is about'"
-    first, second = playing_steps(tmp_path, (1, 1), fails).results(timeout=30)
+    first, second = playing_steps(tmp_path, (1, 1), fails).results()
     assert re.fullmatch(
         r"lost rank 1, node 1 \(.*\): failed: AssertionError: what it is about; see .*", errors(first)[0]
     )
@@ -146,7 +156,7 @@ def test_a_rank_is_named_by_its_host_where_the_launcher_does_not_number_the_node
     for rank in range(3):
         environ = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         nodes.append(Node(["--device", "cpu"], {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}))
-    results = playing(script, nodes, tmp_path).results(timeout=30)
+    results = playing(script, nodes, tmp_path).results()
     for rank in (0, 2):
         line = rf"lost rank 1 on {HERE}: its process has ended; see the log of that node"
         assert re.match(line, errors(results[rank])[rank]), results[rank].output
@@ -158,12 +168,9 @@ def test_rank_0_is_named_when_it_ends_while_the_others_join(tmp_path):
     for node in nodes:
         node.flags = node.flags[: node.flags.index("--out-dir")]
     started = playing(script, nodes, tmp_path)
-    deadline = time.monotonic() + 30
-    while "waiting for node 2" not in started.logs[1].read_text():
-        assert time.monotonic() < deadline, started.logs[1].read_text()
-        time.sleep(0.05)
+    started.wait_for("waiting for node 2", node=1)
     started.processes[0].kill()
-    _, second = started.results(timeout=20)
+    _, second = started.results()
     line = "[1 HERE] error: lost rank 0 on 127.0.0.1, which served the store: its process has ended; see its log"
     assert second.output.splitlines()[-1] == line.replace("HERE", socket.gethostname())
 
@@ -175,7 +182,4 @@ def test_torch_prints_nothing_of_its_own_when_the_store_is_gone(tmp_path):
 
 
 def wait_for_step(run: playing, path, step: int) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists() or int(path.read_text() or 0) < step:
-        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and int(path.read_text() or 0) >= step, run)

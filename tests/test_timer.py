@@ -19,7 +19,7 @@ LOADER = "timer.steps(train_loader"
 ])  # fmt: skip
 def test_a_trainer_whose_loader_does_not_follow_the_plan_ends_and_is_told_what_to_write(loader, gave, tmp_path):
     trainer = altered(tmp_path / "stranger_ddp", {LOADER: f"timer.steps({loader}"})
-    for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", *FLAGS), tmp_path).results(timeout=60):
+    for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", *FLAGS), tmp_path).results():
         assert node.code == 2, node.output
         assert gave in node.output and "write part_loader(data, sampler, seed)" in node.output
         assert "Traceback" not in node.output
@@ -51,7 +51,7 @@ def timer():
     return StepTimer(torch.device("cpu"))
 
 
-SLEEP_MS = 200
+SLEEP_MS = 1000  # far more than a step computes, on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def slow_loader(tmp_path_factory):
 
 
 def test_the_time_of_a_slow_loader_is_loading_on_its_rank_and_waiting_on_the_other(slow_loader):
-    _, row = rows(slow_loader, "ranks")  # in the first step, DDP makes rank 0 wait within its forward pass
+    row = rows(slow_loader, "ranks")[-1]  # in the first step, DDP makes rank 0 wait within its forward pass
     assert row["loading_ms"][1] >= SLEEP_MS > row["loading_ms"][0]
     assert row["loading_ms"][1] > row["compute_ms"][1]
     assert row["wait_ms"][0] > row["wait_ms"][1] == 0

@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import time
 
 import psutil
 import pytest
 
-from tests.harness import ROOT, Node, kill, playing, run, start, write_trainer
+from tests.harness import ROOT, TIMEOUT_SECONDS, Node, playing, run, start, wait_until, write_trainer
 
 LOADERS = {
     "stock": "dict(num_workers=2, persistent_workers=True)",
@@ -16,7 +15,6 @@ LOADERS = {
     "ours": "worker_options(2, group.device)",
     "ours, ended late": "worker_options(2, group.device) | {'worker_init_fn': late}",
 }
-KINDS = ["stock", "stock forkserver", "ours"]
 IMPORTS = """
 import ctypes
 import json
@@ -69,18 +67,15 @@ def trainer(folder, loader, rest, data="Numbers()"):
 def started(folder, ranks):
     """The pids of each rank's processes, once all ranks have read a batch: itself, then a fork server if any, ..."""
     files = [folder / f"processes-{rank}.json" for rank in range(ranks)]
-    deadline = time.monotonic() + 60
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, "the ranks do not start"
-        time.sleep(0.05)
+    wait_until(lambda: all(file.exists() for file in files))
     return [json.loads(file.read_text()) for file in files]
 
 
-def left(folder, ranks, seconds=15):
-    """The processes of all ranks that have not ended within `seconds`; they are killed now."""
+def left(folder, ranks):
+    """The processes of all ranks that do not end; they are killed now."""
     every = {pid for processes in started(folder, ranks) for pid in processes}
     found = [psutil.Process(pid) for pid in every if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(found, timeout=seconds)
+    _, alive = psutil.wait_procs(found, timeout=TIMEOUT_SECONDS)
     alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     for process in alive:
         process.kill()
@@ -96,33 +91,34 @@ def play(folder, ranks, *trainer_of):
 def endless(request, tmp_path):
     """A node of two ranks that read for ever, what each has started, and its folder. Parameter: which loader."""
     node = play(tmp_path, 2, request.param, GO_ON, ENDLESS)
-    yield node, started(tmp_path, 2), tmp_path
-    for process in node.processes:
-        if process.is_alive():
-            kill(process.pid)
-    left(tmp_path, 2, seconds=0)
+    return node, started(tmp_path, 2), tmp_path
 
 
-every_loader = pytest.mark.parametrize("endless", KINDS, indirect=True)
+LONG = pytest.mark.long
+every_loader = pytest.mark.parametrize(
+    "endless", ["stock", pytest.param("stock forkserver", marks=LONG), "ours"], indirect=True
+)
 our_loader = pytest.mark.parametrize("endless", ["ours"], indirect=True)
 
 
-@pytest.mark.parametrize("loader, launcher", [("stock", "own"), ("ours", "own"), ("stock", "torchrun")])
+@pytest.mark.parametrize("loader, launcher", [
+    pytest.param("stock", "own", marks=LONG), ("ours", "own"), pytest.param("stock", "torchrun", marks=LONG)
+])  # fmt: skip
 def test_a_run_that_is_done_returns_though_its_loader_lives(loader, launcher, tmp_path):
     script = trainer(tmp_path, loader, "globals()['BATCHES'] = batches")
     command = [script, "-g", 2]
     if launcher == "torchrun":
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script]
-    result = run("python", *command, "--device", "cpu", PYTHONPATH=str(ROOT), timeout=60)
+    result = run("python", *command, "--device", "cpu", PYTHONPATH=str(ROOT))
     assert result.code == 0, result.output
     assert result.output.count("Warning") == result.output.count("Traceback") == 0, result.output
     assert not left(tmp_path, 2)
 
 
-@pytest.mark.parametrize("loader", KINDS)
+@pytest.mark.parametrize("loader", ["stock", pytest.param("stock forkserver", marks=LONG), "ours"])
 def test_an_error_in_the_data_set_leaves_no_process(loader, tmp_path):
     node = play(tmp_path, 2, loader, GO_ON, "Numbers(bad=40 if worker.rank else None)")
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert result.code == 1
     assert "sample 40 cannot be read" in result.output
     assert "Warning" not in result.output, result.output
@@ -133,7 +129,7 @@ def test_an_error_in_the_data_set_leaves_no_process(loader, tmp_path):
 def test_a_rank_that_is_killed_leaves_no_process(endless):
     node, processes, folder = endless
     os.kill(processes[1][0], signal.SIGKILL)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert "rank 1 was ended by SIGKILL" in result.output
     assert "Warning" not in result.output, result.output
     assert not left(folder, 2)
@@ -162,11 +158,11 @@ def test_a_supervisor_that_is_killed_leaves_no_process(endless):
 
 
 @our_loader
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=LONG), signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_leaves_no_process(endless, number):
     node, _, folder = endless
     os.kill(node.processes[0].pid, number)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert "Traceback" not in result.output and "Warning" not in result.output, result.output
     assert not left(folder, 2)
 
@@ -176,16 +172,17 @@ def test_ctrl_c_in_the_terminal_ends_a_run_of_one_rank_without_a_word_of_its_loa
     (processes,) = started(tmp_path, 1)
     for pid in set(processes):  # the terminal sends it to all
         os.kill(pid, signal.SIGINT)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert "Traceback" not in result.output and "Error" not in result.output, result.output
     assert not left(tmp_path, 1)
 
 
+@LONG
 def test_python_does_not_warn_of_what_a_killed_rank_has_left(tmp_path):
     script = trainer(tmp_path, "ours", GO_ON, ENDLESS)
     node = start("python", script, "-g", 2, "--device", "cpu", PYTHONPATH=str(ROOT))
     os.kill(started(tmp_path, 2)[1][0], signal.SIGKILL)
-    result = node.result(timeout=60)  # the output ends when no process of the run holds it
+    result = node.result()  # the output ends when no process of the run holds it
     assert "Warning" not in result.output and "rank 1 was ended by SIGKILL" in result.output, result.output
     assert not left(tmp_path, 2)
 
@@ -202,7 +199,7 @@ def test_a_process_of_the_loader_that_is_killed_is_named_in_one_line(endless):
     node, processes, folder = endless
     victim = max(processes[1])
     os.kill(victim, signal.SIGKILL)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     said = [line for line in result.output.splitlines() if line.startswith("[1 ")]
     assert len(said) == 1 and f"pid {victim}" in said[0].replace("(s)", ""), result.output
     assert "Traceback" not in result.output and "Warning" not in result.output, result.output
@@ -213,25 +210,27 @@ def test_a_run_of_one_rank_whose_loader_is_killed_ends_with_one_line(tmp_path):
     node = play(tmp_path, 1, "stock", GO_ON, ENDLESS)
     victim = started(tmp_path, 1)[0][-1]
     os.kill(victim, signal.SIGKILL)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert result.code == 1
     assert result.output.replace("(s)", "").startswith(f"[0] error: DataLoader worker (pid {victim}) ")
     assert len(result.output.splitlines()) == 1, result.output
     assert not left(tmp_path, 1)
 
 
+@LONG
 @our_loader
 def test_a_fork_server_that_is_killed_is_named_in_one_line(endless):
     node, processes, folder = endless
     _, victim, *_ = processes[1]
     os.kill(victim, signal.SIGKILL)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     said = [line for line in result.output.splitlines() if line.startswith("[1 ")]
     assert len(said) == 1 and "fork server" in said[0], result.output
     assert "Traceback" not in result.output and "Warning" not in result.output, result.output
     assert not left(folder, 2)
 
 
+@LONG
 def test_a_process_of_the_loader_that_ends_after_its_fork_server_prints_no_traceback(tmp_path):
     rest = f"""
     try:
@@ -242,12 +241,12 @@ def test_a_process_of_the_loader_that_ends_after_its_fork_server_prints_no_trace
     """
     node = play(tmp_path, 1, "ours, ended late", rest, ENDLESS)
     os.kill(started(tmp_path, 1)[0][1], signal.SIGKILL)
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert result.code == 1 and len(result.output.splitlines()) == 1, result.output
     assert not left(tmp_path, 1)
 
 
 def test_a_process_of_the_loader_has_one_thread_and_leaves_ctrl_c_to_the_rank(tmp_path):
     node = play(tmp_path, 1, "ours", "assert set(first) == {(1, True)}, first", "Settings()")
-    (result,) = node.results(timeout=60)
+    (result,) = node.results()
     assert result.code == 0, result.output
