@@ -1,7 +1,6 @@
 """--async-save: checkpoints are written beside the training, complete, and of the step that they name."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -9,7 +8,18 @@ import torch
 from common.errors import RunError
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
-from tests.harness import FINETUNE, MNIST, largest_difference, nodes_of, play, playing, rows, weights
+from tests.harness import (
+    FINETUNE,
+    MNIST,
+    largest_difference,
+    nodes_of,
+    play,
+    playing,
+    rows,
+    rows_so_far,
+    wait_until,
+    weights,
+)
 from tests.small_bert import save_classes, save_model
 from tests.trainers import altered
 
@@ -37,7 +47,7 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path):
     one_step()
     wanted = [tensor.clone() for tensor in (*net.parameters(), *(one["exp_avg"] for one in optimizer.state.values()))]
     path = checkpoint.save(
-        tmp_path, 1, net, {}, write_extra=lambda path: may_write.wait(60), writer=writer, optimizer=optimizer
+        tmp_path, 1, net, {}, write_extra=lambda path: may_write.wait(300), writer=writer, optimizer=optimizer
     )
     one_step()
     assert not path.exists()
@@ -60,8 +70,8 @@ def test_an_error_of_the_writing_is_raised_by_the_next_checkpoint(tmp_path):
 
 
 def test_a_run_has_the_checkpoints_that_it_has_without(tmp_path):
-    play(MNIST, (2, 1), tmp_path / "before", *FLAGS, "--save-every", 5, "--keep", 9)
-    play(MNIST, (2, 1), tmp_path / "beside", *FLAGS, "--save-every", 5, "--keep", 9, "--async-save")
+    play(MNIST, (1, 1), tmp_path / "before", *FLAGS, "--save-every", 5, "--keep", 9)
+    play(MNIST, (1, 1), tmp_path / "beside", *FLAGS, "--save-every", 5, "--keep", 9, "--async-save")
     saved = [sorted(path.name for path in (tmp_path / run / "checkpoints").iterdir()) for run in ("before", "beside")]
     assert saved[0] == saved[1]
     for name in saved[0]:
@@ -69,20 +79,12 @@ def test_a_run_has_the_checkpoints_that_it_has_without(tmp_path):
         assert pair[0].state["checksums"] == pair[1].state["checksums"]
 
 
-def metrics(folder):
-    path = folder / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_path):
     line = "                report.save(step, net, identity | recipe, parts, args.keep"
-    slow = {line: f"{line}, lambda path: __import__('time').sleep(60 if 'step-00000020' in path.name else 0)"}
+    slow = {line: f"{line}, lambda path: __import__('time').sleep(600 if 'step-00000020' in path.name else 0)"}
     trainer = altered(tmp_path / "slow_ddp", slow)
     node = playing(trainer, nodes_of((2,), tmp_path / "run", *FLAGS, "--save-every", 10, "--async-save"), tmp_path)
-    deadline = time.monotonic() + 60
-    while not any('"train", "step": 22' in row for row in metrics(tmp_path / "run")):
-        assert time.monotonic() < deadline, node.logs[0].read_text()
-        time.sleep(0.1)
+    wait_until(lambda: any(row["step"] == 22 for row in rows_so_far(tmp_path / "run", "train")), node)
     node.kill()  # steps go on while step 20 is being written
     assert checkpoint.find(tmp_path / "run").state["step"] == 14
     play(MNIST, (1, 1), tmp_path / "run", *FLAGS, "--resume")

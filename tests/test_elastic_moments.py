@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 import torch.distributed as dist
 
@@ -19,31 +18,25 @@ from common.join.store import serve_at
 from common.join.waiting import limit
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
+from common.record import lock as locking
 from common.record.lock import lock
-from tests.harness import freeze, kill, nodes_of, play, playing, rows, rows_so_far
+from tests.harness import freeze, kill, nodes_of, play, playing, rows_so_far, wait_until
 from tests.test_elastic import (  # noqa: F401
+    DIE,
     ELASTIC,
     FLAGS,
-    LONG,
-    MOMENTS,
+    IMPORTS,
+    RETURN,
+    WAITS_FOR_CAUSES,
     Run,
+    causes,
+    dies,
+    does,
     require_same,
     undisturbed,
-    undisturbed_long,
 )
-from tests.trainers import altered
+from tests.trainers import Patient, altered, until_all_are_there
 
-DO = "{indent}if {when}:\n{indent}    {what}\n"
-
-
-def trainer_that(folder, moment: str, when: str, what: str, **more: str):
-    """A copy of the trainer that does something at this moment."""
-    place = MOMENTS[moment]
-    body = DO.format(indent=place[: -len(place.lstrip())], when=when, what=what)
-    return altered(folder / "other_ddp", {place: body + place, **more})
-
-
-DIE = "__import__('os').kill(__import__('os').getpid(), 9)"
 FREEZES = """import os
 import torch
 import common.record.checkpoint as checkpoint
@@ -63,16 +56,16 @@ checkpoint.save = freeze_once
 """
 
 
+@pytest.mark.long
 def test_a_node_that_freezes_while_it_saves_and_the_others_wait_is_left_behind(undisturbed, tmp_path):  # noqa: F811
-    freezing = altered(tmp_path / "other_ddp", {"import torch\n": FREEZES})
-    nodes = nodes_of((1, 1, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 8)
+    freezing = altered(tmp_path / "other_ddp", {IMPORTS: FREEZES})
+    nodes = nodes_of((1, 1, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 15)
     apart = [playing(freezing, [node], tmp_path) for node in nodes]
     results = [one.results()[0] for one in apart[1:]]
     kill(apart[0].processes[0].pid)
     assert [result.code for result in results] == [0, 0], results
     require_same(tmp_path / "run", undisturbed)
-    (row,) = rows(tmp_path / "run", "members")
-    assert "lost rank 0, node 0" in row["cause"], row
+    assert "lost rank 0, node 0" in causes(tmp_path / "run")[0], causes(tmp_path / "run")
 
 
 def _serve(ready) -> None:
@@ -103,16 +96,12 @@ def test_a_request_to_a_frozen_store_fails_once_it_is_cut_off():
 
 def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_path):
     begin = "    with process_group(worker,"
-    slow = "    if worker.predecessor:\n        __import__('time').sleep(60)\n"
+    slow = "    if worker.predecessor:\n        print('loading', flush=True)\n        __import__('time').sleep(600)\n"
     when = "step == 30 and worker.rank == 1 and not worker.membership"
-    trainer = trainer_that(tmp_path, "backward", when, DIE, **{begin: slow + begin})
-    (node,) = nodes_of((2,), tmp_path / "run", *LONG, "--global-batch", 64, "--lr", "1e-4", *ELASTIC)
-    (tmp_path / "log").mkdir()
-    run = playing(trainer, [node], tmp_path / "log")
-    deadline = time.monotonic() + 60
-    while not rows_so_far(tmp_path / "run", "members"):
-        assert time.monotonic() < deadline, run.logs[0].read_text()
-        time.sleep(0.1)
+    patient = Patient(tmp_path, {**does("backward", when, DIE), begin: slow + begin})
+    run = playing(patient.script, nodes_of((2,), tmp_path / "run", *Patient.FLAGS, *ELASTIC), tmp_path)
+    wait_until(lambda: rows_so_far(tmp_path / "run", "members"), run)
+    run.wait_for("loading")
     os.kill(run.processes[0].pid, signal.SIGTERM)
     (result,) = run.results()
     assert result.code == 75, result.output
@@ -122,7 +111,8 @@ def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_pat
 
 def test_a_rank_that_fails_with_an_explained_error_leaves_its_neighbour_at_work(undisturbed, tmp_path):  # noqa: F811
     fails = "from common.errors import UserError; raise UserError('a damaged sample')"
-    failing = trainer_that(tmp_path, "backward", "step == 30 and worker.rank == 1 and not worker.membership", fails)
+    when = "step == 30 and worker.rank == 1 and not worker.membership"
+    failing = altered(tmp_path / "other_ddp", does("backward", when, fails))
     results = playing(failing, nodes_of((2, 1), tmp_path / "run", *FLAGS, *ELASTIC), tmp_path).results()
     assert [result.code for result in results] == [2, 0], results
     assert "error: a damaged sample" in results[0].output and "starting another" not in results[0].output
@@ -143,15 +133,12 @@ joining.disconnect = die_before_others_are_let_in
 """
 
 
-def test_a_rank_that_dies_while_others_are_let_in_changes_nothing(undisturbed_long, tmp_path):  # noqa: F811
-    when = "step == 30 and worker.rank == 2 and not worker.membership"
-    dying = trainer_that(tmp_path, "backward", when, DIE, **{"import torch\n": "import torch\n" + LEAVES})
-    nodes = nodes_of((2, 1), tmp_path / "run", *LONG, "--global-batch", 64, *ELASTIC)
-    results = playing(dying, nodes, tmp_path).results()
-    assert [result.code for result in results] == [0, 0], results
-    require_same(tmp_path / "run", undisturbed_long)
-    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
-    assert any("lost rank 0, node 0" in cause for cause in causes), causes
+@pytest.mark.long
+def test_a_rank_that_dies_while_others_are_let_in_changes_nothing(undisturbed, tmp_path):  # noqa: F811
+    dying = altered(tmp_path / "dying_ddp", dies(2, imports=LEAVES))
+    play(dying, (2, 1), tmp_path / "run", *FLAGS, *ELASTIC)
+    require_same(tmp_path / "run", undisturbed)
+    assert any("lost rank 0, node 0" in cause for cause in causes(tmp_path / "run")), causes(tmp_path / "run")
 
 
 class Interrupting(dist.TCPStore):
@@ -176,7 +163,7 @@ def test_a_verdict_is_read_whenever_it_comes(number):
     port = int(leading.address.split()[1])
     leading.store.set(LEADS, "")
     worker = Layout("-g 2", world_size=2, first_rank=0, local_world_size=2, init_method="tcp://x:1").workers()[1]
-    members = Membership(worker, JoinOptions(timeout_seconds=20), Standby("127.0.0.1"))
+    members = Membership(worker, JoinOptions(timeout_seconds=100), Standby("127.0.0.1"))
     leading.store.set(ADDRESSES, json.dumps([leading.address, members.address]))
 
     def lead() -> None:
@@ -184,18 +171,19 @@ def test_a_verdict_is_read_whenever_it_comes(number):
         leading.answer(1, {"generation": 1})
         leading.store.delete_key(LEADS)
 
-    assert attend(members, Interrupting(port, number, lead), seconds=20, patience=0) == {"generation": 1}
+    assert attend(members, Interrupting(port, number, lead), seconds=100, patience=0) == {"generation": 1}
 
 
-def test_a_supervisor_names_the_cause_of_a_later_death_too(undisturbed_long, tmp_path):  # noqa: F811
-    under_way = Run(tmp_path / "run")
-    for count in (1, 3):
-        under_way.wait_for("train", 50)
-        kill(psutil.Process(under_way.playing[1].processes[0].pid).children()[0].pid)
-        under_way.wait_for("members", count + 1)
-    assert [result.code for result in under_way.results()] == [0, 0], under_way.said()
-    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
-    assert ["SIGKILL" in cause for cause in causes if "lost rank 2" in cause] == [True, True], causes
+@pytest.mark.long
+def test_a_supervisor_names_the_cause_of_a_later_death_too(undisturbed, tmp_path):  # noqa: F811
+    under_way = Run(tmp_path / "run", changes={IMPORTS: IMPORTS + WAITS_FOR_CAUSES})
+    for count in (1, 2):
+        kill(under_way.worker_of_node(1).pid)
+        under_way.wait_for_change("lost rank 2, node 1", count)
+        under_way.wait_for_all()
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    found = causes(tmp_path / "run")
+    assert ["SIGKILL" in cause for cause in found if "lost rank 2" in cause] == [True, True], found
 
 
 def _hold(folder, ready) -> None:
@@ -205,7 +193,8 @@ def _hold(folder, ready) -> None:
     held.close()
 
 
-def test_a_run_that_goes_on_takes_the_lock_of_a_member_that_is_frozen_elsewhere(tmp_path):
+def test_a_run_that_goes_on_takes_the_lock_of_a_member_that_is_frozen_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "SECONDS", 0.1)  # the holder does not let go, however long one waits
     context = multiprocessing.get_context("spawn")
     ready = context.SimpleQueue()
     holder = context.Process(target=_hold, args=(tmp_path, ready))
@@ -243,16 +232,17 @@ def compare_and_lose(self, step, net):
     if step == 46 and not self.group.members.generation:  # next, all but rank 0 wait on the store
         if self.group.worker.rank == 0:
             dist.recv(torch.zeros(1), src=3)
-        time.sleep(600 if self.group.worker.rank == 3 else 3)
+        if self.group.worker.rank == 3:
+            time.sleep(600)
 
 
 Report._compare_weights = compare_and_lose
 """
 
 
+@pytest.mark.long
 def test_ranks_that_wait_on_the_store_come_when_another_one_has_lost_contact(undisturbed, tmp_path):  # noqa: F811
-    losing = altered(tmp_path / "other_ddp", {"import torch\n": LOSES})
-    play(losing, (3, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 8)
+    losing = altered(tmp_path / "other_ddp", {IMPORTS: LOSES, **until_all_are_there(4, RETURN)})
+    play(losing, (3, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 15)
     require_same(tmp_path / "run", undisturbed)
-    causes = [row["cause"] for row in rows(tmp_path / "run", "members")]
-    assert causes and causes[0].startswith("lost rank 3, node 1"), causes
+    assert causes(tmp_path / "run")[0].startswith("lost rank 3, node 1"), causes(tmp_path / "run")

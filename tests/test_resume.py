@@ -2,8 +2,8 @@
 
 import re
 import shutil
-import time
 from argparse import ArgumentTypeError
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +11,8 @@ from common.errors import UserError
 from common.launch import cli, values
 from common.record import checkpoint
 from common.record.metrics import read_metrics
-from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
+from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, wait_until, weights
+from tests.trainers import NEXT_STEP, altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 8, "--global-batch", 110, "--save-every", 5)
 STEPS = 8 * 14
@@ -24,14 +25,23 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
+def endless(folder: Path, steps: int) -> Path:
+    """The script of a trainer that does so many steps and then waits to be killed; it keeps the run's folder locked."""
+    waits = f"                while step >= {steps}:\n                    __import__('time').sleep(1)\n"
+    return altered(folder / f"endless_{steps}_ddp", {NEXT_STEP: waits + NEXT_STEP})
+
+
+IMPATIENT = """import torch
+import common.record.lock as locking
+locking.SECONDS = 0.1  # for a run that was just killed, which none was here
+"""
+
+
 def kill_in_the_middle(folder, gpus, after_step: int) -> None:
-    """Start a run and end all its processes with SIGKILL once a checkpoint of `after_step` or later is there."""
-    folder.mkdir(exist_ok=True)
-    run = playing(MNIST, nodes_of(gpus, folder, *FLAGS, "--resume"), folder)
-    deadline = time.monotonic() + 60
-    while not [path for path in folder.glob("checkpoints/step-*") if int(path.name[5:]) >= after_step]:
-        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
-        time.sleep(0.005)
+    """Start a run and end all its processes with SIGKILL once a checkpoint of `after_step` or later is there, before
+    it has done 25 steps more."""
+    run = playing(endless(folder, after_step + 25), nodes_of(gpus, folder, *FLAGS, "--resume"), folder)
+    wait_until(lambda: [path for path in folder.glob("checkpoints/step-*") if int(path.name[5:]) >= after_step], run)
     run.kill()
 
 
@@ -45,7 +55,7 @@ def test_resumed_on_another_layout_it_ends_with_the_same_weights(uninterrupted, 
 
 def test_resumed_twice_on_the_same_layout_it_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
     kill_in_the_middle(tmp_path, (2, 1), after_step=5)
-    kill_in_the_middle(tmp_path, (2, 1), after_step=20)
+    kill_in_the_middle(tmp_path, (2, 1), after_step=31)  # later than the first one can have come
     play(MNIST, (2, 1), tmp_path, *FLAGS, "--resume")
     assert largest_difference(weights(tmp_path), weights(uninterrupted)) == 0.0
     assert losses(tmp_path) == losses(uninterrupted)
@@ -73,18 +83,21 @@ def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
     assert kept == ["latest", "step-00000105", "step-00000110", "step-00000112"]
 
 
-SMALL_STEPS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 2, "--global-batch", 8)  # 180 an epoch
+# The ranks exchange their clocks after the first step, and a checkpoint is due after the second.
+SLOW = {NEXT_STEP: f"                __import__('time').sleep(0.2 if step == 0 else 0)\n{NEXT_STEP}"}
 
 
 def test_resumed_from_a_checkpoint_that_the_clock_asked_for_in_mid_epoch_it_ends_bit_for_bit_the_same(tmp_path):
-    play(MNIST, (3, 1), tmp_path / "whole", *SMALL_STEPS, "--save-every", "0.001m", "--keep", 1000)
+    flags = (*FLAGS[: FLAGS.index("--save-every")], "--max-steps", 16)
+    slow = altered(tmp_path / "slow_ddp", SLOW)
+    play(slow, (3, 1), tmp_path / "whole", *flags, "--save-every", "0.001m", "--keep", 1000)
     steps = [int(path.name[5:]) for path in (tmp_path / "whole" / "checkpoints").glob("step-*")]
-    in_mid_epoch = [step for step in steps if step % 180]
-    assert in_mid_epoch, steps
-    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{max(in_mid_epoch):08d}"
-    play(MNIST, (3, 1), tmp_path / "resumed", *SMALL_STEPS, "--save-every", "1h", "--resume", checkpoint)
+    middle = max([step for step in steps if step < 14], default=0)
+    assert middle, steps
+    saved = tmp_path / "whole" / "checkpoints" / f"step-{middle:08d}"
+    play(slow, (3, 1), tmp_path / "resumed", *flags, "--save-every", "1h", "--resume", saved)
     assert largest_difference(weights(tmp_path / "resumed"), weights(tmp_path / "whole")) == 0.0
-    assert [row["step"] for row in rows(tmp_path / "resumed", "train")] == list(range(max(in_mid_epoch) + 1, 361))
+    assert [row["step"] for row in rows(tmp_path / "resumed", "train")] == list(range(middle + 1, 17))
 
 
 def test_by_default_a_checkpoint_is_due_every_fifteen_minutes():
@@ -96,9 +109,9 @@ def test_by_default_a_checkpoint_is_due_every_fifteen_minutes():
 
 
 def test_steps_between_checkpoints_do_not_depend_on_the_clock(tmp_path):
-    play(MNIST, (2,), tmp_path, *SMALL_STEPS, "--max-steps", 100, "--save-every", 30, "--keep", 1000)
+    play(MNIST, (2,), tmp_path, *FLAGS, "--max-steps", 13, "--save-every", 4, "--keep", 1000)
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert steps == [30, 60, 90, 100]
+    assert steps == [4, 8, 12, 13]
 
 
 @pytest.mark.parametrize("value", ["0", "0m", "-1h", "10s", "m", "1.5", "infh", "nanm"])
@@ -184,24 +197,27 @@ def test_metrics_that_cannot_be_read_are_named_on_every_node(uninterrupted, tmp_
         assert node.code == 2 and "is not JSON: correct that line" in node.output, node.output
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(tmp_path):
-    first = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000), tmp_path)
-    while not (tmp_path / "metrics.jsonl").exists():
-        assert first.processes[0].is_alive(), first.results()
-        time.sleep(0.05)
-    (second,) = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000, "--resume"), tmp_path).results()
-    assert second.code == 2
-    assert "another run is writing there at this moment" in second.output
+@pytest.fixture(scope="module")
+def beside_another(tmp_path_factory):
+    """(folder, checkpoint, result) of a second run in a folder, from a checkpoint that is not the latest one."""
+    folder = tmp_path_factory.mktemp("beside-another")
+    nodes = nodes_of((1,), folder, *FLAGS, "--keep", 1000)
+    first = playing(endless(tmp_path_factory.mktemp("endless"), 60), nodes, folder)
+    wait_until(lambda: checkpoint.latest_name(folder / "checkpoints") == "step-00000060", first)
+    saved = sorted(folder.glob("checkpoints/step-*"))[0]
+    impatient = altered(tmp_path_factory.mktemp("impatient") / "impatient_ddp", {"import torch\n": IMPATIENT})
+    (result,) = playing(impatient, nodes_of((1,), folder, *FLAGS, "--resume", saved), folder).results()
     first.kill()
+    return folder, saved, result
 
 
-def test_a_second_run_that_is_refused_leaves_latest_as_it_is(tmp_path):
-    first = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, "--epochs", 1000, "--keep", 1000), tmp_path)
-    while len(saved := sorted(tmp_path.glob("checkpoints/step-*"))) < 3:
-        assert first.processes[0].is_alive(), first.results()
-        time.sleep(0.05)
-    earlier = ("--epochs", 1000, "--resume", saved[0])
-    (second,) = playing(MNIST, nodes_of((1,), tmp_path, *FLAGS, *earlier), tmp_path).results()
-    assert second.code == 2 and "another run is writing there" in second.output
-    assert checkpoint.latest_name(tmp_path / "checkpoints") != saved[0].name
-    first.kill()
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(beside_another):
+    _, _, result = beside_another
+    assert result.code == 2
+    assert "another run is writing there at this moment" in result.output
+
+
+def test_a_second_run_that_is_refused_leaves_latest_as_it_is(beside_another):
+    folder, saved, _ = beside_another
+    assert saved.name == "step-00000005"
+    assert checkpoint.latest_name(folder / "checkpoints") == "step-00000060"

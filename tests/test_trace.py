@@ -68,12 +68,12 @@ def test_a_clock_that_is_five_seconds_ahead_is_found_out(monkeypatch):
             return time.perf_counter() + (5.0 if threading.current_thread().name == "node 1" else 0.0)
 
     monkeypatch.setattr(clocks, "time", Clock)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
     found: dict[int, tuple[float, float]] = {}
 
     def ask(rank: int) -> None:
-        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
-        found[rank] = seconds_ahead(store, "clock", rank, [[0, 1], [2, 3]], timeout_seconds=30)
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=300))
+        found[rank] = seconds_ahead(store, "clock", rank, [[0, 1], [2, 3]], timeout_seconds=300)
 
     threads = [threading.Thread(target=ask, args=(rank,), name=f"node {rank // 2}") for rank in range(4)]
     for thread in threads:

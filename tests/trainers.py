@@ -1,24 +1,40 @@
-"""Copies of the MNIST trainer with some lines changed: to spoil something, to die at a certain moment, or to go on
-until the test has seen what it waits for."""
+"""Copies of a trainer with some lines changed: to spoil something, to die at a certain moment, to wait until a lost
+rank has come back, or to go on until the test has seen what it waits for."""
 
+import functools
 from pathlib import Path
 
-from tests.harness import MNIST, rows_so_far
+from tests.harness import BERT, FINETUNE, MNIST, ROOT, play, rows_so_far
 
 EPOCH = 23  # steps of the digits' 1,438 samples in batches of 64
+MODULES = {MNIST: "mnist_ddp.train", BERT: "bert_ddp.pretrain.train", FINETUNE: "bert_ddp.finetune.train"}
+NEXT_STEP = "                seed_noise(device,"  # what a step begins with, in each trainer
+ALL_ARE_THERE = """                if step >= {step} and worker.world_size < {ranks}:
+                    report.exchange_at = 1  # after each step, so that rank 0 can say that one waits to be let in
+                    while worker.rank == 0 and not worker.membership.newcomers_wait:
+                        __import__("time").sleep(0.02)
+"""
 
 
-def altered(folder: Path, changes: dict[str, str]) -> Path:
-    """A copy of the trainer, in the package `folder`, with some of its text replaced. Returns the script."""
+def altered(folder: Path, changes: dict[str, str], script: Path = MNIST) -> Path:
+    """A copy of a trainer, in the package `folder`, with some of its text replaced. Returns its script."""
     folder.mkdir()
-    for file in (MNIST, MNIST.parent / "train.py"):
-        source = file.read_text().replace("mnist_ddp.train", f"{folder.name}.train")
-        if file != MNIST:
+    module = MODULES[script]
+    for file in (script, ROOT / f"{module.replace('.', '/')}.py"):
+        source = file.read_text().replace(module, f"{folder.name}.train")
+        if file != script:
             assert all(source.count(old) == 1 for old in changes)
             for old, new in changes.items():
                 source = source.replace(old, new)
         (folder / file.name).write_text(source)
-    return folder / MNIST.name
+    return folder / script.name
+
+
+def until_all_are_there(ranks: int, step: int) -> dict[str, str]:
+    """The change with which a run that has lost some of its `ranks` (--elastic) goes on from `step` only once others
+    wait in their places, which are let in after the next step. Leave it a few steps to go: without them, the run may
+    end before a process that comes back has reached it, which then ends with an error of its own."""
+    return {NEXT_STEP: ALL_ARE_THERE.format(step=step, ranks=ranks) + NEXT_STEP}
 
 
 class Patient:
@@ -32,7 +48,6 @@ class Patient:
     # the schedule of the learning rate is that of 100 epochs, wherever the run ends
     FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--epochs", 100)
     LAST_STEP = 18 * EPOCH  # at the latest
-    PLACE = "                seed_noise(device,"
     TOTAL = "total_steps = min("
     WAITS = """                if not (end := {path}).exists():
                     __import__("time").sleep(0 if step < 46 else 0.1 if step < 146 else 1)
@@ -44,7 +59,7 @@ class Patient:
         self.file = folder / f"{name}-end"
         path = f"__import__('pathlib').Path({str(self.file)!r})"
         begin = f"{self.TOTAL}int({path}.read_text()) if {path}.exists() else schedule_steps, "
-        mine = {self.PLACE: self.WAITS.format(path=path) + self.PLACE, self.TOTAL: begin}
+        mine = {NEXT_STEP: self.WAITS.format(path=path) + NEXT_STEP, self.TOTAL: begin}
         self.script = altered(folder / name, {**(changes or {}), **mine})
 
     def end(self, metrics: Path) -> int:
@@ -56,3 +71,11 @@ class Patient:
         aside.write_text(str(last))
         aside.replace(self.file)
         return last
+
+    @classmethod
+    @functools.cache
+    def undisturbed(cls, base: Path) -> Path:
+        """The folder of a run of one process and LAST_STEP steps, with all its checkpoints: what a patient run of any
+        length is compared with. It is made once below the folder `base`, for all tests."""
+        play(MNIST, (1,), base / "undisturbed", *cls.FLAGS, "--max-steps", cls.LAST_STEP, "--keep", 100)
+        return base / "undisturbed"
