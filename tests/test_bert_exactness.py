@@ -70,6 +70,7 @@ def test_every_loss_and_the_weights_do_not_know_the_layout(name, reference, tmp_
         assert here["count"] == there["count"]
 
 
+@pytest.mark.long
 def test_losses_and_weights_stay_the_same_while_shares_follow_speed_and_a_loader_fetches_ahead(reference, tmp_path):
     folder, flags = reference
     slow = ("--micro-batch", "3x50,1")  # many small passes on rank 3
@@ -79,6 +80,7 @@ def test_losses_and_weights_stay_the_same_while_shares_follow_speed_and_a_loader
     assert largest_difference(weights(tmp_path), weights(folder)) < 1e-8
 
 
+@pytest.mark.long
 def test_float32_agrees_at_first_and_in_the_end(text, tmp_path):
     for gpus in ((1,), (3, 1)):
         play(BERT, gpus, tmp_path / str(len(gpus)), *flags_of(text, "mlm", "--epochs", 2))
@@ -104,6 +106,7 @@ def test_workers_of_the_loader_change_nothing_and_warn_of_nothing(text, tmp_path
     assert "fork" not in results[0].output.lower(), results[0].output
 
 
+@pytest.mark.long
 def test_workers_of_the_loader_that_stay_over_the_epochs_mask_anew_in_each(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--epochs", 3)
     play(BERT, (2, 1), tmp_path / "without", *flags)
@@ -111,6 +114,7 @@ def test_workers_of_the_loader_that_stay_over_the_epochs_mask_anew_in_each(text,
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
+@pytest.mark.long
 def test_evaluations_within_an_epoch_come_when_asked_and_change_nothing(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--max-steps", 5, "--dropout", 0.1)
     play(BERT, (2,), tmp_path / "without", *flags)

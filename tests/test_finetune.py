@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from tests.harness import (
     play_torchrun,
     playing,
     rows,
+    wait_until,
     weights,
 )
 from tests.small_bert import save_classes, save_model, save_ner
@@ -91,10 +91,7 @@ def test_resumed_on_another_layout_in_mid_epoch_it_ends_with_the_same_weights_an
 
 def test_when_an_epoch_s_checkpoint_is_there_its_evaluation_and_the_best_weights_are_too(ner, tmp_path):
     run = playing(FINETUNE, nodes_of((2,), tmp_path, *ner, *FLAGS, "--save-every", 5), tmp_path)  # 5 steps an epoch
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "checkpoints" / "step-00000005").exists():
-        assert time.monotonic() < deadline, [log.read_text() for log in run.logs]
-        time.sleep(0.001)
+    wait_until((tmp_path / "checkpoints" / "step-00000005").exists, run)
     saved = (tmp_path / "best" / "latest").exists()
     run.results()
     assert saved

@@ -28,13 +28,13 @@ def run_limited(trainer, folder):
     """Two ranks, in a process of their own: glibc reads the variable when a process starts, and the harness' ranks are
     forked. RLIMIT_AS counts addresses, and glibc takes 64 MiB of them for each thread that allocates: how many differs.
     """
-    flags = ("-g", 2, "--device", "cpu", "--out-dir", folder, *FLAGS, "--micro-batch", "auto")
+    flags = ("-g", 2, "--device", "cpu", "--out-dir", folder, *FLAGS, "--micro-batch", "auto", "--max-steps", 1)
     return run("python", trainer, *flags, MALLOC_ARENA_MAX="1")
 
 
 def test_a_rank_with_little_memory_gets_smaller_micro_batches_and_the_curve_is_the_same(tmp_path):
     one = altered(tmp_path / "large_ddp", LARGE)
-    play(one, (1,), tmp_path / "one", *FLAGS)
+    play(one, (1,), tmp_path / "one", *FLAGS, "--max-steps", 1)
     small = limited(tmp_path / "limited_ddp", 500)
     said = run_limited(small, tmp_path / "two").output
     first, second = map(int, re.search(r"micro-batches of at most (\d+), (\d+)", said).groups())
@@ -48,6 +48,7 @@ def test_with_memory_enough_every_rank_takes_its_whole_part_at_once(tmp_path):
     assert "shares 267 x2, 266, micro-batches of at most 267 x2, 266" in said
 
 
+@pytest.mark.long
 def test_a_rank_on_which_not_even_one_sample_fits_is_named(tmp_path):
     trainer = limited(tmp_path / "limited_ddp", 40)
     result = run_limited(trainer, tmp_path / "run")

@@ -52,6 +52,7 @@ def without(tmp_path_factory):
     return checkout / "bert_ddp"
 
 
+@pytest.mark.long
 def test_pretraining_runs_without_the_folder_and_gives_the_same_losses(without, tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(topics.values())[:40_000])
     flags = (*FLAGS, "--corpus", tmp_path / "text.txt", "--cache-dir", tmp_path / "cache")
@@ -61,6 +62,7 @@ def test_pretraining_runs_without_the_folder_and_gives_the_same_losses(without, 
     assert losses(tmp_path / "without") == pytest.approx(losses(tmp_path / "with"), abs=1e-12)
 
 
+@pytest.mark.long
 def test_fine_tuning_and_prediction_run_without_the_folder_and_compute_the_same(without, tmp_path):
     (tmp_path / "lines.txt").write_text("anna went to rome .\nthe old man came home\n")
     task = ("--task", "ner", "--model", save_model(tmp_path / "model"), "--data", save_ner(tmp_path / "data"))

@@ -98,7 +98,7 @@ def outputs(tmp_path):
         lines = STRANGER | changed
         body = BODY.format(**lines)
         script = write_trainer(folder, body, IMPORTS + lines["more"])
-        results = playing(script, nodes_of(gpus, folder, "--timeout", 20), folder).results(60)
+        results = playing(script, nodes_of(gpus, folder, "--timeout", 120), folder).results()
         written = folder / "losses.json"
         return results, json.loads(written.read_text()) if written.exists() else []
 
