@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the site-packages that this code is installed in
+LIBRARY = "site-packages"
 DISTRIBUTION = "uneven-ddp"  # its name in pyproject.toml
 
 
@@ -32,10 +33,11 @@ def _loaded_sources() -> dict[str, Path]:
     """The source files to compare. Their names do not depend on where this code or the script is."""
     installed, script_folder, sources = _installed_files(), Path(sys.argv[0]).resolve().parent, {}
     libraries = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")]
-    real_folder = functools.cache(os.path.realpath)  # of thousands of modules, in some hundred folders
-    for module in list(sys.modules.values()):
+    real_folder = functools.cache(os.path.realpath)
+    is_in_environment = LIBRARY in f"{ROOT}{script_folder}"
+    for module in list(sys.modules.values()):  # thousands, most of them of libraries
         where, _, name = (getattr(module, "__file__", None) or "").rpartition(os.sep)
-        if not where or not name.endswith(".py"):
+        if not where or not name.endswith(".py") or (LIBRARY in where and not is_in_environment):
             continue
         path = f"{real_folder(where)}{os.sep}{name}"
         folder = ROOT if path.startswith(f"{ROOT}{os.sep}") else script_folder
@@ -52,7 +54,7 @@ def _is_ours(path: Path, folder: Path, installed: set[Path], libraries: list[Pat
     if path in installed:
         # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
         return is_installed and folder == ROOT
-    is_library = "site-packages" in path.parts or any(map(path.is_relative_to, libraries))
+    is_library = LIBRARY in path.parts or any(map(path.is_relative_to, libraries))
     return not is_library and not (is_installed and folder == ROOT)
 
 

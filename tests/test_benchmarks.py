@@ -18,7 +18,7 @@ NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9") 
 
 
 @pytest.mark.parametrize("program, flags, lacks, by_hand", [
-    ("mnist.py", (), "data has no MNIST", "data/MNIST/raw there by hand"),
+    pytest.param("mnist.py", (), "data has no MNIST", "data/MNIST/raw there by hand", marks=pytest.mark.long),
     pytest.param(
         "layouts.py", ("--out-dir", "runs/layouts"), "data has no MNIST", "data/MNIST/raw there by hand",
         marks=pytest.mark.long,

@@ -48,7 +48,7 @@ def flags_of(text, objective, *more):
     )
 
 
-@pytest.fixture(scope="module", params=["mlm", "mlm+nsp"])
+@pytest.fixture(scope="module", params=[pytest.param("mlm", marks=pytest.mark.long), "mlm+nsp"])
 def reference(request, text, tmp_path_factory):
     """A whole run of two epochs in one process, in float64."""
     folder = tmp_path_factory.mktemp("one-process")
@@ -89,6 +89,7 @@ def test_float32_agrees_at_first_and_in_the_end(text, tmp_path):
     assert rows(second, "eval")[-1]["loss"] == pytest.approx(rows(first, "eval")[-1]["loss"], rel=0.01)
 
 
+@pytest.mark.long
 def test_a_run_that_was_interrupted_goes_on_as_if_it_were_not(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--epochs", 2)
     play(BERT, (2,), tmp_path / "whole", *flags)

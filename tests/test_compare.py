@@ -83,7 +83,8 @@ def test_a_balanced_run_is_named_so(right, equal):
 
 @pytest.mark.parametrize("factor, names", [
     ("2", "0.5 times (exactly 1/2) A's"),
-    ("worker.world_size", "0.25 times (exactly 1/4, the world size of B) A's"),
+    pytest.param("worker.world_size", "0.25 times (exactly 1/4, the world size of B) A's",
+                 marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
     count = f"count={factor} * plan.global_count(step - 1)"
@@ -105,6 +106,7 @@ def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_pa
     assert "layout -n 1 -g 1 -i 0 | -n 2 -g 3,1 -i 0" in said(result)
 
 
+@pytest.mark.long
 def test_other_first_weights_are_asked_for_by_their_cause(right, tmp_path):
     changes = {'derive_seed(args.seed, "weights")': 'derive_seed(args.seed, "weights", worker.world_size)'}
     play(altered(tmp_path / "weights_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS)
@@ -133,6 +135,7 @@ def test_fp32_layouts_agree_within_its_tolerance_and_differ_below_it_as_expected
     assert "expected of fp32: layouts add the same numbers in another order" in said(result)
 
 
+@pytest.mark.long
 def test_fp32_that_drifts_slowly_away_is_expected(tmp_path):
     """How fast rounding grows depends on torch and the processor: here it grows by a fifth in each step."""
     flags = (*FLAGS, "--precision", "fp32", "--max-steps", 60, "--epochs", 50)

@@ -334,6 +334,7 @@ def test_shards_of_two_runs_never_mix(folder, shards):
     assert sorted(shards.rglob("*")) == before
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_leaves_no_shards(folder, shards, tmp_path):
     command = (
         *(sys.executable, BERT.with_name("prepare-corpus.py"), "--corpus", folder / "text.txt"),

@@ -381,6 +381,7 @@ def test_the_doctor_of_one_machine_prints_json_and_nothing_else(command, tmp_pat
     assert report["ok"] and report["links"] == []
 
 
+@pytest.mark.long
 def test_json_may_be_asked_for_on_one_node_alone(tmp_path):
     for result in examine(tmp_path, ("--json",), ()):
         assert result.code == 0, result.output

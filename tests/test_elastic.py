@@ -355,6 +355,7 @@ replacing.SOON_SECONDS = 10_000.0
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_again_and_again_is_left_out_and_its_neighbour_goes_on(undisturbed, tmp_path):
     always = "step >= 30 and getattr(worker.membership, 'original', worker).rank == 1"
     changes = {**does("backward", always, "__import__('os')._exit(3)"), IMPORTS: IMPORTS + NEVER_LATE}
@@ -379,6 +380,7 @@ def test_too_few_ranks_save_and_end_and_the_run_can_be_resumed(undisturbed, tmp_
     require_same(tmp_path / "run", undisturbed, last)
 
 
+@pytest.mark.long
 def test_shares_and_micro_batches_stay_with_their_ranks(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run", "--shares", "4,1,2", "--micro-batch", "16,8,32")
     kill(under_way.worker(0).pid)

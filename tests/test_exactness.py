@@ -19,7 +19,9 @@ def reference(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("gpus", [(2,), (3, 1), (2, 1, 1), (5, 2)])
+@pytest.mark.parametrize("gpus", [
+    pytest.param((2,), marks=pytest.mark.long), (3, 1), pytest.param((2, 1, 1), marks=pytest.mark.long), (5, 2)
+])  # fmt: skip
 def test_weights_and_losses_do_not_know_the_layout(gpus, reference, tmp_path):
     play(MNIST, gpus, tmp_path, *FLAGS)
     assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
@@ -77,7 +79,7 @@ def test_a_wrong_count_agrees_on_every_layout_and_only_the_first_loss_shows_it(t
     assert losses(tmp_path / "one")[0] == pytest.approx(math.log(10) / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long), "fp32"])
 def test_lower_precision_trains_on_uneven_ranks(precision, tmp_path):
     play(MNIST, (2, 1), tmp_path, "--dataset", "digits", "--precision", precision, "--epochs", 4, "--shares", "3,2,1")
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 2

@@ -46,7 +46,7 @@ def reference(tmp_path_factory, ner):
     return folder
 
 
-@pytest.mark.parametrize("gpus", [(3, 1), (5, 2)])
+@pytest.mark.parametrize("gpus", [(3, 1), pytest.param((5, 2), marks=pytest.mark.long)])
 def test_weights_losses_and_scores_do_not_know_the_layout(gpus, ner, reference, tmp_path):
     play(FINETUNE, gpus, tmp_path, *ner, *EXACT, "--micro-batch", 3)
     assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
@@ -63,6 +63,7 @@ def test_a_rank_without_a_share_changes_nothing(ner, reference, tmp_path):
     assert largest_difference(weights(tmp_path), weights(reference)) < 1e-10
 
 
+@pytest.mark.long
 def test_weights_and_losses_stay_the_same_while_tokens_follow_speed(ner, reference, tmp_path):
     slow = ("--micro-batch", "3x16,1")  # many small passes on rank 3
     play(FINETUNE, (3, 1), tmp_path, *ner, *EXACT, "--balance", "auto", *slow)
@@ -133,6 +134,7 @@ def test_with_dropout_the_same_layout_gives_the_same_bits(ner, tmp_path):
     assert losses(tmp_path / "first") == losses(tmp_path / "second")
 
 
+@pytest.mark.long
 def test_with_dropout_a_run_resumed_on_the_same_layout_gives_the_same_bits(ner, tmp_path):
     play(FINETUNE, (2,), tmp_path / "whole", *ner, *FLAGS)
     play(FINETUNE, (2,), tmp_path / "parts", *ner, *FLAGS, "--max-steps", 3)

@@ -97,6 +97,7 @@ def test_a_signal_before_training_ends_without_a_checkpoint(tmp_path):
     assert result.code == 143 and "Traceback" not in result.output, result.output
 
 
+@pytest.mark.long
 def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(tmp_path):
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

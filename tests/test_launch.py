@@ -37,6 +37,12 @@ def send(command, number: int) -> None:
     os.kill(command.processes[0].pid, number)
 
 
+def stop(process: psutil.Process) -> None:
+    """Stop it with SIGSTOP, and wait until it stands: on a busy machine it goes on for a while."""
+    process.suspend()
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+
+
 def all_gone(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_SECONDS)
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -76,7 +82,7 @@ def test_a_killed_supervisor_leaves_no_worker_behind_and_is_named(command):
 def test_a_killed_supervisor_leaves_no_stopped_worker_behind(command):
     processes = ranks(command)
     for process in processes:
-        process.suspend()
+        stop(process)
     send(command, signal.SIGKILL)
     assert all_gone(processes)
 
@@ -104,21 +110,25 @@ def test_the_titles_of_processes_name_the_ranks_and_the_supervisor(command):
     assert titles == [f"mnist-distributed.py {role} (node 0)" for role in roles]
 
 
+STOPS = """
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+BOTH_ARE_STOPPED = """
+import common.launch.stopped as stopped
+
+is_stopped = stopped._is_stopped
+stopped._is_stopped = lambda pid: is_stopped(pid) and sum(is_stopped(one) for one in children()) == 2
+children = lambda: [one.pid for one in __import__("psutil").Process().children()]
+"""
+
+
 def test_workers_that_stay_stopped_are_named_and_ended(tmp_path):
-    run = playing(MNIST, [Node(["-g", 2, *LONG, "--timeout", 3, "--out-dir", tmp_path])], tmp_path)
-    wait_for_metrics(tmp_path, run)
-    processes = psutil.Process(run.processes[0].pid).children()
-    try:
-        for process in processes:
-            process.suspend()
-        (result,) = run.results()
-        said = "error: rank 0 and rank 1 stopped for 3 s (--timeout), by SIGSTOP or Ctrl-Z; ending all workers"
-        assert result.code == 1 and said in result.output, result.output
-        assert all_gone(processes)
-    finally:
-        for process in processes:
-            if process.is_running():
-                process.kill()
+    """Those of a trainer, whose supervisor begins to count when both are stopped."""
+    flags = ["-g", 2, "--device", "cpu", "--timeout", 3]
+    run = playing(write_trainer(tmp_path, STOPS, BOTH_ARE_STOPPED), [Node(flags)], tmp_path)
+    (result,) = run.results()
+    said = "error: rank 0 and rank 1 stopped for 3 s (--timeout), by SIGSTOP or Ctrl-Z; ending all workers"
+    assert result.code == 1 and said in result.output, result.output
 
 
 def test_a_stopped_worker_has_until_the_timeout_to_continue():
@@ -195,12 +205,13 @@ def stands_still(pid: int) -> bool:
     return process.cpu_times() == before
 
 
-def test_a_command_runs_from_any_folder_and_from_its_own(tmp_path):
-    for place, name in ((tmp_path, MNIST), (MNIST.parent, MNIST.name)):
-        flags = ("--dataset", "digits", "--max-steps", "1", "--device", "cpu", "--out-dir", tmp_path / place.name)
-        result = start("python", name, *flags, cwd=place).result()
-        assert result.code == 0, result.output
-    assert (tmp_path / MNIST.parent.name / "curves.png").exists()
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.long), True], ids=["any", "its own"])
+def test_a_command_runs_from_any_folder_and_from_its_own(own, tmp_path):
+    place, name = (MNIST.parent, MNIST.name) if own else (tmp_path, MNIST)
+    flags = ("--dataset", "digits", "--max-steps", "1", "--device", "cpu", "--out-dir", tmp_path / "run")
+    result = start("python", name, *flags, cwd=place).result()
+    assert result.code == 0, result.output
+    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
@@ -223,7 +234,10 @@ def test_a_second_interrupt_does_not_leave_a_stopped_worker_behind(command):
 
 @pytest.mark.parametrize(
     "kilobytes, message",
-    [(0, "could not load mnist_ddp.train: No usable temporary directory"), (1, "could not write into")],
+    [
+        (0, "could not load mnist_ddp.train: No usable temporary directory"),
+        pytest.param(1, "could not write into", marks=pytest.mark.long),
+    ],
 )
 def test_a_disk_without_room_is_named_in_one_line(kilobytes, message, tmp_path):
     limited = (
@@ -261,7 +275,7 @@ def test_a_node_of_one_rank_that_waits_for_a_frozen_one_can_be_interrupted(numbe
             process.kill()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_a_reader_that_goes_away_does_not_make_a_finished_run_fail(ranks, tmp_path):
     flags = f"-g {ranks} --device cpu --dataset digits --max-steps 2 --out-dir {tmp_path}"
     command = f"{sys.executable} {MNIST} {flags} | head -n 1; exit ${{PIPESTATUS[0]}}"

@@ -28,41 +28,52 @@ import json
 from pathlib import Path
 from mnist_ddp.exercises import learn
 learn.prepare()
-folders = {"mistakes": learn.HERE, "solutions": learn.HERE / "solutions"}
-exercise = learn.EXERCISES[8]
-solution = (learn.HERE / "solutions" / f"{exercise.name}.py").read_text()
-said = {name: {one.name: learn.judge(one, folder / f"{one.name}.py") for one in learn.EXERCISES}
-        for name, folder in folders.items()}
+{programs}
+Path("said.json").write_text(json.dumps({{name: learn.judge(one, path) for name, one, path in programs}}))
+"""
+MISTAKES = "programs = [(one.name, one, learn.HERE / f'{one.name}.py') for one in learn.EXERCISES]"
+SOLUTIONS = """
+programs = [(one.name, one, learn.HERE / 'solutions' / f'{one.name}.py') for one in learn.EXERCISES]
+_, exercise, solution = programs[8]
 for seed in ("SEED + sample", "SEED + epoch + sample"):
     path = Path(f"{seed}.py")
-    path.write_text(solution.replace("SEED + 1_000_003 * epoch + sample", seed))
-    said[seed] = learn.judge(exercise, path)
-Path("said.json").write_text(json.dumps(said))
+    path.write_text(solution.read_text().replace("SEED + 1_000_003 * epoch + sample", seed))
+    programs.append((seed, exercise, path))
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What the runner says of each mistake and of each solution; None where nothing is wrong."""
-    folder = tmp_path_factory.mktemp("judged")
-    result = run("python", "-c", JUDGE, cwd=folder, PYTHONPATH=str(ROOT))
+def judged(folder, programs):
+    """What the runner says of each program; None where nothing is wrong."""
+    result = run("python", "-c", JUDGE.format(programs=programs), cwd=folder, PYTHONPATH=str(ROOT))
     assert result.code == 0, result.output
     return json.loads((folder / "said.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    return judged(tmp_path_factory.mktemp("mistakes"), MISTAKES)
+
+
+@pytest.fixture(scope="module")
+def solutions(tmp_path_factory):
+    return judged(tmp_path_factory.mktemp("solutions"), SOLUTIONS)
+
+
 @pytest.mark.parametrize("exercise", learn.EXERCISES, ids=lambda one: one.name)
-def test_each_mistake_is_found(exercise, said):
-    assert SAID[exercise.name] in said["mistakes"][exercise.name]
+def test_each_mistake_is_found(exercise, mistakes):
+    assert SAID[exercise.name] in mistakes[exercise.name]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed, different", [("SEED + sample", 4), ("SEED + epoch + sample", 5)])
-def test_noise_that_images_or_epochs_share_is_no_solution(seed, different, said):
-    assert f"must get 8 different noises, and get {different}" in said[seed]
+def test_noise_that_images_or_epochs_share_is_no_solution(seed, different, solutions):
+    assert f"must get 8 different noises, and get {different}" in solutions[seed]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exercise", learn.EXERCISES, ids=lambda one: one.name)
-def test_each_solution_passes(exercise, said):
-    assert said["solutions"][exercise.name] is None
+def test_each_solution_passes(exercise, solutions):
+    assert solutions[exercise.name] is None
 
 
 def test_the_folders_hold_the_same_ten():

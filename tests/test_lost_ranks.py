@@ -3,23 +3,33 @@
 import re
 import socket
 
+import psutil
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import (
-    ROOT,
-    TIMEOUT_SECONDS,
-    Node,
-    Result,
-    kill,
-    nodes_of,
-    playing,
-    run,
-    wait_until,
-    write_trainer,
-)
+from tests.harness import ROOT, Node, Result, nodes_of, playing, run, wait_until, write_trainer
 
 HERE = re.escape(socket.gethostname())
+
+# On a slow machine, too, survivors find each other's posts, and a supervisor tells them the cause: what the program
+# waits for at most is more than any machine needs. It goes on as soon as it has it.
+UNHURRIED = """
+from common.join import ended, lost, process_group as joining
+from common.launch import supervisor
+
+for module, names in (
+    (supervisor, ("GRACE_SECONDS", "TELL_SECONDS")),
+    (ended, ("CONNECT_SECONDS",)),
+    (lost, ("ANSWER_SECONDS", "LINGER_SECONDS")),
+    (joining, ("LINGER_SECONDS",)),
+):
+    for name in names:
+        assert hasattr(module, name)
+        setattr(module, name, 200.0)
+"""
+# also where the survivors are told or see themselves who has ended, and need not conclude it from a silence
+PATIENT = UNHURRIED + "lost.SEARCH_SECONDS = 200.0\n"
+TOLD = PATIENT + "lost.CAUSE_SECONDS = 200.0\n"  # and wait for the cause
 
 # All ranks sum up again and again until one of them does what `body` says.
 STEPS = """
@@ -63,11 +73,11 @@ def dies(rank: int) -> str:
 """
 
 
-def playing_steps(tmp_path, gpus, body, *flags, machine=ONE_MACHINE) -> playing:
-    script = write_trainer(tmp_path, STEPS.format(machine=machine, body=body))
+def playing_steps(tmp_path, gpus, body, machine=ONE_MACHINE, limits=UNHURRIED) -> playing:
+    script = write_trainer(tmp_path, STEPS.format(machine=machine, body=body), limits)
     nodes = nodes_of(gpus, tmp_path)
     for node in nodes:
-        node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
+        node.flags = node.flags[: node.flags.index("--out-dir")]
     return playing(script, nodes, tmp_path)
 
 
@@ -81,10 +91,13 @@ def errors(result: Result) -> dict[int, str]:
     return {int(rank): text for rank, text in found}
 
 
-@pytest.mark.parametrize("machine", [ONE_MACHINE, TWO_MACHINES], ids=["one machine", "two machines"])
-@pytest.mark.parametrize("gpus, lost, node", [((3,), 1, 0), ((2, 2), 3, 1)], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("gpus, lost, node, machine", [
+    pytest.param((3,), 1, 0, ONE_MACHINE, id="one node"),
+    pytest.param((2, 2), 3, 1, ONE_MACHINE, id="two nodes-one machine"),
+    pytest.param((2, 2), 3, 1, TWO_MACHINES, id="two nodes-two machines"),
+])  # fmt: skip
 def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, machine, tmp_path):
-    results = playing_steps(tmp_path, gpus, dies(lost), machine=machine).results()
+    results = playing_steps(tmp_path, gpus, dies(lost), machine, TOLD).results()
     said = {rank: text for result in results for rank, text in errors(result).items()}
     killed = re.escape("was ended by SIGKILL (out of memory? see `dmesg`)")
     line = rf"lost rank {lost}, node {node} \({HERE}\): {killed}; see the log of that node"
@@ -94,7 +107,7 @@ def test_a_worker_that_is_killed_is_named_by_every_survivor(gpus, lost, node, ma
 
 
 def test_rank_0_is_named_when_its_process_has_ended_with_the_store(tmp_path):
-    results = playing_steps(tmp_path, (2, 2), dies(0), machine=TWO_MACHINES).results()
+    results = playing_steps(tmp_path, (2, 2), dies(0), TWO_MACHINES).results()
     said = {rank: text for result in results for rank, text in errors(result).items()}
     assert set(said) == {1, 2, 3}
     line = rf"lost rank 0, node 0 \({HERE}\), which served the store: its process has ended; see the log of that node"
@@ -102,9 +115,16 @@ def test_rank_0_is_named_when_its_process_has_ended_with_the_store(tmp_path):
 
 
 def test_a_node_that_is_gone_is_named_with_its_ranks(tmp_path):
-    run = playing_steps(tmp_path, (2, 2), "                pass", machine=TWO_MACHINES)
-    wait_for_step(run, tmp_path / "step-3", 20)
-    kill(run.processes[1].pid)
+    run = playing_steps(tmp_path, (2, 2), "                pass", TWO_MACHINES)
+    wait_until(lambda: (tmp_path / "step-3").exists() and int((tmp_path / "step-3").read_text() or 0) >= 20, run)
+    supervisor = psutil.Process(run.processes[1].pid)
+    node = [*supervisor.children(), supervisor]
+    assert len(node) == 3
+    for process in node:  # so that none of them can say anything while the others are killed
+        process.suspend()
+        wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
+    for process in node:
+        process.kill()
     first, _ = run.results()
     line = rf"lost contact with one of ranks 2 to 3, node 1 \({HERE}\), which do not answer: see the log of that node"
     assert first.code == 1
@@ -112,37 +132,56 @@ def test_a_node_that_is_gone_is_named_with_its_ranks(tmp_path):
 
 
 def test_a_rank_that_is_only_busy_is_not_called_lost(tmp_path):
-    busy = dies(1) + "                time.sleep(8 * (worker.rank == 2))\n"
-    first, _, _ = playing_steps(tmp_path, (1, 1, 1), busy, machine=TWO_MACHINES).results()
+    busy = """
+                while worker.rank == 2 and "lost contact" not in (FOLDER / "node-0-0.log").read_text():
+                    time.sleep(0.05)
+"""
+    first, _, _ = playing_steps(tmp_path, (1, 1, 1), dies(1) + busy, TWO_MACHINES).results()
     said = rf"lost contact with one of rank 1, node 1 \({HERE}\) or rank 2, node 2 \({HERE}\), which do not answer"
     assert re.match(said, errors(first)[0]), first.output
 
 
-@pytest.mark.parametrize("frozen, said", [
+# after --timeout a survivor waits a second for the posts of the others: here also for that of the other survivor
+BOTH_HAVE_POSTED = """
+has_waited = lost._Search._has_waited
+lost._Search._has_waited = property(lambda self: has_waited.fget(self) and len(self._read_survivors()) == 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory):
+    """The nodes' results of two runs at once, by the rank that is frozen in it: both wait most of the time."""
+    runs = {}
+    for rank in (0, 1):
+        stop = f"""
+                joining._set_timeout(8.0)  # --timeout, now that all are connected
+                if worker.rank == {rank}:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+        # a rank 0 that is frozen does not answer
+        limits = PATIENT + BOTH_HAVE_POSTED if rank else UNHURRIED + "lost.ANSWER_SECONDS = 1.0\n"
+        runs[rank] = playing_steps(tmp_path_factory.mktemp(f"frozen-{rank}"), (1, 1, 1), stop, TWO_MACHINES, limits)
+    for rank, nodes in runs.items():
+        others = [process for number, process in enumerate(nodes.processes) if number != rank]
+        wait_until(lambda others=others: all(process.exitcode is not None for process in others))
+        nodes.processes[rank].kill()
+    return {rank: nodes.results() for rank, nodes in runs.items()}
+
+
+@pytest.mark.parametrize("lost, said", [
     (1, "rank 1, node 1 (HERE) did not answer within --timeout: frozen, busy or cut off? See the log of that node"),
     (0, "lost contact: rank 0, node 0 (HERE), which serves the store, does not answer: frozen or cut off? See the log"),
 ])  # fmt: skip
-def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(frozen, said, tmp_path):
-    stop = f"""
-                if worker.rank == {frozen}:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    run = playing_steps(tmp_path, (1, 1, 1), stop, "--timeout", 10, machine=TWO_MACHINES)
-    others = [process for rank, process in enumerate(run.processes) if rank != frozen]
-    try:
-        for process in others:
-            process.join(TIMEOUT_SECONDS)
-            assert process.exitcode == 1
-    finally:
-        run.processes[frozen].kill()
-    for rank, result in enumerate(run.results()):
-        if rank != frozen:
+def test_a_rank_that_is_frozen_is_named_by_the_others_and_not_called_lost(lost, said, frozen):
+    for rank, result in enumerate(frozen[lost]):
+        if rank != lost:
+            assert result.code == 1, result.output
             assert errors(result)[rank].startswith(said.replace("HERE", socket.gethostname())), result.output
 
 
 def test_a_rank_that_fails_by_itself_is_named_by_the_others(tmp_path):
     fails = "                assert worker.rank != 1, 'what it is about'"
-    first, second = playing_steps(tmp_path, (1, 1), fails).results()
+    first, second = playing_steps(tmp_path, (1, 1), fails, limits=PATIENT).results()
     assert re.fullmatch(
         r"lost rank 1, node 1 \(.*\): failed: AssertionError: what it is about; see .*", errors(first)[0]
     )
@@ -150,7 +189,7 @@ def test_a_rank_that_fails_by_itself_is_named_by_the_others(tmp_path):
 
 
 def test_a_rank_is_named_by_its_host_where_the_launcher_does_not_number_the_nodes(tmp_path):
-    script = write_trainer(tmp_path, STEPS.format(machine=ONE_MACHINE, body=dies(1)))
+    script = write_trainer(tmp_path, STEPS.format(machine=ONE_MACHINE, body=dies(1)), PATIENT)
     port = str(free_port())
     nodes = []
     for rank in range(3):
@@ -179,7 +218,3 @@ def test_torch_prints_nothing_of_its_own_when_the_store_is_gone(tmp_path):
     script = write_trainer(tmp_path, STEPS.format(machine=ONE_MACHINE, body=dies(0)))
     flags = ["-g", 2, "--device", "cpu"]
     errors(run("python", script, *flags, PYTHONPATH=str(ROOT), TORCH_CPP_LOG_LEVEL=None))
-
-
-def wait_for_step(run: playing, path, step: int) -> None:
-    wait_until(lambda: path.exists() and int(path.read_text() or 0) >= step, run)

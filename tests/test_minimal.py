@@ -73,7 +73,8 @@ for _ in timer.steps([0] * 3, 3):
 
 
 # without the wait at exit, 2 to 5 of 12 such scripts aborted
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(again, marks=pytest.mark.long) for again in (1, 2))])
+@pytest.mark.long
+@pytest.mark.parametrize("attempt", range(3))
 def test_a_script_may_end_at_once_after_its_last_backward(attempt, tmp_path):
     """As processes of their own: one that is forked does not end as Python ends."""
     script = tmp_path / "at_once.py"

@@ -17,7 +17,10 @@ PLAY = ROOT / "launch_scripts" / "play_nodes.py"
 LAYOUT = ("-n", 2, "-g", "2,1", "--device", "cpu")
 
 
-@pytest.mark.parametrize("program", [("-m", "common.hello"), (ROOT / "common" / "hello" / "__main__.py",)])
+@pytest.mark.parametrize("program", [
+    ("-m", "common.hello"),
+    pytest.param((ROOT / "common" / "hello" / "__main__.py",), marks=pytest.mark.long),
+])  # fmt: skip
 def test_it_plays_a_module_or_a_script_from_any_folder(program, tmp_path):
     result = run("python", PLAY, *program, *LAYOUT, cwd=tmp_path)
     assert result.code == 0, result.output
@@ -184,7 +187,7 @@ needs_hosts = pytest.mark.skipif(not can_play_hosts, reason="no `ip`, or this us
 
 @needs_hosts
 def test_the_nodes_meet_over_the_link_and_the_slow_rank_and_the_flags_come_in_any_order(tmp_path):
-    flags = ("--link", "1Gbit,1ms", "--slow", "2=0.9")
+    flags = ("--slow", "2=0.9", "--link", "1Gbit,1ms")
     result = run("python", PLAY, *flags, "-m", "common.hello", *LAYOUT, cwd=tmp_path)
     assert result.code == 0, result.output
     assert "tcp://10.78.0.1:" in result.output

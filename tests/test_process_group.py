@@ -4,24 +4,32 @@ import re
 
 import pytest
 
-from tests.harness import TIMEOUT_SECONDS, nodes_of, playing, write_trainer
+from tests.harness import nodes_of, playing, wait_until, write_trainer
 
-SILENCE = 9  # seconds of --timeout; on a busy machine connecting takes its time too
+SILENCE = 8  # seconds of --timeout, once all are connected, which may take longer on a busy machine
 
 IMPORTS = """
+from dataclasses import replace
+import common.join.process_group as joining
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
 """
 
+IN_TIME = f"""
+        dist.barrier()  # all are connected
+        group = replace(group, options=replace(group.options, timeout_seconds={SILENCE}.0))
+        joining._set_timeout({SILENCE}.0)
+"""
+
 SLOW = """
         def slow(lines):
-            time.sleep(10)
+            time.sleep(LONGER)
             return [{"text": line} for line in lines]
 
         parts = Parts(group, FOLDER / "parts", 1)
         parts.compute(open_lines(FOLDER / "lines", 9), slow)
         parts.join(FOLDER / "answers")
-"""
+""".replace("LONGER", str(SILENCE + 2))
 
 FAILING = """
         with group.each_at_its_own_pace("the others") as raise_failure:
@@ -34,91 +42,97 @@ FAILING = """
 
 
 DYING = """
-        dist.barrier()  # all are connected
         with group.{turn}("what each does"):
             if worker.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 FROZEN = """
-        dist.barrier()
         with group.{turn}("what rank 0 does"):
             if worker.is_main:
                 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
-
-def play_body(body, folder, *flags):
-    """Three nodes of one rank with `body` as their training, to the end."""
-    return playing_body(body, folder, *flags).results()
-
-
-def playing_body(body, folder, *flags):
-    script = write_trainer(folder, body, IMPORTS)
-    given = nodes_of((1, 1, 1), folder)
-    for node in given:
-        node.flags = [*node.flags[: node.flags.index("--out-dir")], *flags]
-    return playing(script, given, folder)
+SAME_ERROR = """
+        joining.LINGER_SECONDS = 3600.0  # if rank 0 waited for the others before it speaks, it would wait so long
+        if worker.rank:
+            while "find wrong" not in (FOLDER / "node-0-0.log").read_text():
+                time.sleep(0.05)
+            time.sleep(1)  # a rank 0 that does not stay has time to end
+            group.store.check(["anything"])  # which rank 0 holds
+        raise UserError("what all ranks find wrong", same_on_every_rank=True)
+"""
 
 
-def test_a_chunk_may_take_longer_than_a_collective(tmp_path):
-    (tmp_path / "lines").write_text("one\ntwo\n")
-    for result in play_body(SLOW, tmp_path, "--timeout", 8):
+def playing_body(body, folder):
+    """Three nodes of one rank with `body` as their training."""
+    nodes = nodes_of((1, 1, 1), folder)
+    for node in nodes:
+        node.flags = node.flags[: node.flags.index("--out-dir")]
+    return playing(write_trainer(folder, body, IMPORTS), nodes, folder)
+
+
+TURNS = ("others_wait", "first_on_node", "each_at_its_own_pace")
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory):
+    """The folder and the results of each run in which somebody is silent for longer than --timeout. They wait most of
+    the time, and so all of them run at once."""
+    bodies = {"slow": SLOW}
+    bodies |= {f"dying {turn}": DYING.format(turn=turn) for turn in TURNS[1:]}
+    bodies |= {f"frozen {turn}": FROZEN.format(turn=turn) for turn in TURNS}
+    runs = {}
+    for name, body in bodies.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        (folder / "lines").write_text("one\ntwo\n")
+        runs[name] = folder, playing_body(IN_TIME + body, folder)
+    for name, (_, run) in runs.items():
+        if name.startswith("frozen"):  # rank 0, which does not end by itself
+            others = run.processes[1:]
+            wait_until(lambda others=others: all(process.exitcode is not None for process in others))
+            run.processes[0].kill()
+    return {name: (folder, run.results()) for name, (folder, run) in runs.items()}
+
+
+def test_a_chunk_may_take_longer_than_a_collective(silent):
+    folder, results = silent["slow"]
+    for result in results:
         assert result.code == 0, result.output
-    assert (tmp_path / "answers").read_text() == '{"line": 1, "text": "one"}\n{"line": 2, "text": "two"}\n'
+    assert (folder / "answers").read_text() == '{"line": 1, "text": "one"}\n{"line": 2, "text": "two"}\n'
 
 
 def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_path):
-    for result in play_body(FAILING, tmp_path):
+    for result in playing_body(FAILING, tmp_path).results():
         assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
 
 
-@pytest.mark.parametrize("turn", ["first_on_node", "each_at_its_own_pace"])
-def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, tmp_path):
-    for number, result in enumerate(play_body(DYING.format(turn=turn), tmp_path, "--timeout", SILENCE)):
+@pytest.mark.parametrize("turn", TURNS[1:])
+def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, silent):
+    for number, result in enumerate(silent[f"dying {turn}"][1]):
         said = re.search(rf"node 1 \(\S+, rank 1\) has had no heartbeat for {SILENCE} s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
-@pytest.mark.parametrize("turn", ["others_wait", "first_on_node", "each_at_its_own_pace"])
-def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, tmp_path):
-    nodes = playing_body(FROZEN.format(turn=turn), tmp_path, "--timeout", SILENCE)
-    frozen, *others = nodes.processes
-    try:
-        for process in others:
-            process.join(TIMEOUT_SECONDS)
-            assert process.exitcode == 1
-    finally:
-        frozen.kill()
-    for log in nodes.logs[1:]:
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, silent):
+    for result in silent[f"frozen {turn}"][1][1:]:
         said = rf"a request \(--timeout\) to the store on rank 0, node 0 \(\S+\) did not end within {SILENCE} s"
-        assert re.search(said, log.read_text()), log.read_text()
+        assert result.code == 1 and re.search(said, result.output), result.output
 
 
-SAME_ERROR = """
-        if worker.rank:  # still on its way out of a wait, when rank 0, which holds the store, is done
-            time.sleep(1)
-            group.store.check(["anything"])
-        raise UserError("what all ranks find wrong", same_on_every_rank=True)
-"""
+@pytest.fixture(scope="module")
+def same_error(tmp_path_factory):
+    """The results of the nodes of a run in which all ranks raise the same error, rank 0 first."""
+    return playing_body(SAME_ERROR, tmp_path_factory.mktemp("same-error")).results()
 
 
-def test_rank_0_stays_until_all_ranks_have_raised_the_same(tmp_path):
-    for result in play_body(SAME_ERROR, tmp_path):
+def test_rank_0_stays_until_all_ranks_have_raised_the_same(same_error):
+    for result in same_error:
         errors = [line for line in result.output.splitlines() if "on node" not in line]
         assert result.code == 2 and len(errors) == 1 and errors[0].endswith("error: what all ranks find wrong")
 
 
-SAID_FIRST = """
-        import common.join.process_group as joining
-
-        joining.LINGER_SECONDS = 3600.0  # if rank 0 waited for the others before it speaks, it would wait so long
-        while worker.rank and "find wrong" not in (FOLDER / "node-0-0.log").read_text():
-            time.sleep(0.05)
-        raise UserError("what all ranks find wrong", same_on_every_rank=True)
-"""
-
-
-def test_rank_0_says_what_is_wrong_before_it_waits_for_the_others(tmp_path):
-    for result in play_body(SAID_FIRST, tmp_path):
-        assert result.code == 2, result.output
+def test_rank_0_says_what_is_wrong_before_it_waits_for_the_others(same_error):
+    """Otherwise the others, which wait for its words, would never have ended."""
+    assert "what all ranks find wrong" in same_error[0].output

@@ -74,6 +74,7 @@ def test_the_error_of_a_sum_in_bf16_is_that_of_the_docs(ranks, error, tmp_path):
     assert float((tmp_path / "error").read_text()) == pytest.approx(error, rel=0.2)
 
 
+@pytest.mark.long
 def test_powersgd_trains_with_the_same_weights_on_all_ranks_and_its_first_ten_steps_are_exact(checked, exact, tmp_path):
     play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--compress", "powersgd:8", "--micro-batch", 7)
     found = losses(tmp_path)
@@ -148,6 +149,7 @@ def test_between_outer_steps_the_nodes_differ_and_at_the_end_they_are_the_same(c
     assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.3)
 
 
+@pytest.mark.long
 def test_the_nodes_changes_may_be_rounded(checked, tmp_path):
     for way in ("off", "bf16"):
         flags = (*DIGITS, "--epochs", 4, "--sync-every", 5, "--compress", way)
@@ -164,6 +166,7 @@ def test_one_node_rounds_nothing(tmp_path):
     assert losses(tmp_path / "bf16") == losses(tmp_path / "off")
 
 
+@pytest.mark.long
 def test_the_outer_step_is_nesterovs(sgd, tmp_path):
     """With H = 1 and plain SGD within, the outer step is a step of SGD with Nesterov momentum."""
     nesterov = altered(
@@ -176,7 +179,7 @@ def test_the_outer_step_is_nesterovs(sgd, tmp_path):
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-9)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(delay, sgd, tmp_path):
     flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5, "--sync-delay", delay)
     flags += ("--save-every", 7, "--keep", 9)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.steps import STEPS, diff
 from common.launch.addresses import free_port
-from tests.harness import ROOT, playing, run, torchrun_nodes
+from tests.harness import ROOT, Node, playing, run, torchrun_nodes
 
 CHAPTER = (ROOT / "docs" / "steps.md").read_text()
 WITH_TAIL = 24  # optimizer steps from step 4 on
@@ -46,8 +46,9 @@ def test_the_chapter_shows_the_diff_as_it_is(step):
     assert block(f"diff {step}") == diff(step)
 
 
-def test_one_process_prints_what_the_chapter_says():
-    found = losses_in(run("python", STEPS[0]).output)
+def test_one_process_prints_what_the_chapter_says(tmp_path):
+    (result,) = playing(STEPS[0], [Node([])], tmp_path).results()
+    found = losses_in(result.output)
     assert len(found) == 21
     stated = losses_in("\n".join(block("said 1")))
     assert stated and {step: found[step] for step in stated} == pytest.approx(stated, abs=1e-12)

@@ -150,7 +150,9 @@ def test_another_program_that_a_dead_rank_has_started_goes_on(tmp_path):
     upload.kill()
 
 
-@every_loader
+@pytest.mark.parametrize(
+    "endless", ["stock", *(pytest.param(kind, marks=LONG) for kind in ("stock forkserver", "ours"))], indirect=True
+)
 def test_a_supervisor_that_is_killed_leaves_no_process(endless):
     node, _, folder = endless
     node.processes[0].kill()
