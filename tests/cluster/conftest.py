@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Result, start, wait_until
+from tests.harness import ROOT, TIMEOUT_SECONDS, Result, start, wait_until
 
 HERE = Path(__file__).resolve().parent
 STATE = Path(os.environ.get("UNEVEN_CLUSTER_DIR", "/tmp/uneven-cluster"))
@@ -54,11 +54,11 @@ class Hosts:
         command = [PYTHON if part == "python" else part for part in command]
         return start(HERE / "hosts.sh", "on", host, *command, **{**QUIET, **environ})
 
-    def run(self, host: str, *command: object, timeout: float = 120, **environ: str | None) -> Result:
+    def run(self, host: str, *command: object, timeout: float = TIMEOUT_SECONDS, **environ: str | None) -> Result:
         """Run a command on a host to its end."""
         return self.on(host, *command, **environ).result(timeout)
 
-    def together(self, *started: start, timeout: float = 120) -> list[Result]:
+    def together(self, *started: start, timeout: float = TIMEOUT_SECONDS) -> list[Result]:
         """The results of commands under way, in order. All of their output is read as it comes."""
         results: list[Result | BaseException | None] = [None] * len(started)
 
@@ -103,7 +103,7 @@ class Hosts:
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(STATE / "tmp")}
 
 
-def script(name: str, *arguments: str, timeout: float = 60) -> str:
+def script(name: str, *arguments: str, timeout: float = TIMEOUT_SECONDS) -> str:
     """Run one of the shell scripts of this folder; its output, or an error that holds it."""
     done = subprocess.run([HERE / name, *arguments], capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stdout}{done.stderr}"
@@ -156,9 +156,13 @@ def nothing_left(request: pytest.FixtureRequest):
     if "hosts" not in request.fixturenames:
         return
     hosts = request.getfixturevalue("hosts")
+    if "slurm" in request.fixturenames:  # a job that is requeued would run beside the next test
+        slurm = request.getfixturevalue("slurm")
+        slurm("scancel", "--user=root").result()
+        wait_until(lambda: not slurm("squeue", "--noheader").result().output.strip())
     hosts.mend()
     hosts.rate("off")
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0  # what ends is not killed at once
     while (left := hosts.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     commands = [Path(f"/proc/{pid}/cmdline") for pid in left]
@@ -192,17 +196,17 @@ class batch_job:
     log: Path
     environ: dict[str, str] = field(default_factory=dict)
 
-    def result(self, timeout: float = 110) -> Result:
+    def result(self, timeout: float = TIMEOUT_SECONDS) -> Result:
         """The job's output and exit code."""
         began = time.monotonic()
         options = ("--parsable", f"--output={self.log}")
-        submitted = self.slurm("sbatch", *options, *self.command, **self.environ).result(30)
+        submitted = self.slurm("sbatch", *options, *self.command, **self.environ).result()
         assert submitted.code == 0, submitted.output
         number = submitted.output.split()[-1]
-        while self.slurm("squeue", "--noheader", "--jobs", number).result(30).output.strip():
+        while self.slurm("squeue", "--noheader", "--jobs", number).result().output.strip():
             assert time.monotonic() - began < timeout, self.log.read_text() if self.log.exists() else "no output"
             time.sleep(0.3)
-        shown = self.slurm("scontrol", "show", "job", number).result(30).output
+        shown = self.slurm("scontrol", "show", "job", number).result().output
         codes = [int(code) for code in re.findall(r"ExitCode=(\d+):", shown)]
         output = self.log.read_text() if self.log.exists() else ""
         return Result(max(codes, default=1), output, time.monotonic() - began)

@@ -1,15 +1,13 @@
-"""The doctor between two real hosts: a healthy pair, and one thing broken at a time. It names what, within 30 s."""
+"""The doctor between two real hosts: a healthy pair, and one thing broken at a time. It names what."""
 
 import json
 import subprocess
-import time
 
 import pytest
 
 from tests.cluster.conftest import Hosts
-from tests.harness import Result, start
+from tests.harness import Result, start, wait_until
 
-LIMIT_SECONDS = 30
 PORT = 29600
 LAYOUT = ("--device", "cpu", "--master-port", PORT)
 
@@ -40,14 +38,13 @@ def second_interface(hosts: Hosts):
 
 
 def both(hosts: Hosts, *nodes: start) -> list[Result]:
-    return hosts.together(*nodes, timeout=60)
+    return hosts.together(*nodes)
 
 
 def assert_named(results: list[Result], *words: str) -> None:
-    """Every node says it, with exit code 1, in time."""
+    """Every node says it, with exit code 1."""
     for result in results:
         assert result.code == 1, result.output
-        assert result.seconds < LIMIT_SECONDS, result.output
         errors = [line for line in result.output.splitlines() if line.startswith("error ")]
         assert any(all(word in line for word in words) for line in errors), result.output
         assert "fix: " in result.output
@@ -56,7 +53,6 @@ def assert_named(results: list[Result], *words: str) -> None:
 def test_a_healthy_pair_is_fit_to_train(hosts, node):
     first, second = both(hosts, node(0), node(1))
     assert first.code == second.code == 0, first.output + second.output
-    assert first.seconds < LIMIT_SECONDS
     assert "node 0 (nodea) -> node 1 (nodeb)" in first.output
     assert "64 MB" in first.output
     assert "fit to train" in first.output and "fit to train" in second.output
@@ -116,14 +112,12 @@ def test_a_link_that_is_cut_in_the_middle_is_named(hosts, node):
 
 def wait_until_connected(hosts: Hosts) -> None:
     """Until a connection of the link test is open: one between the hosts that is not to the master's port."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def is_connected() -> bool:
         shown = hosts.run("nodea", "ss", "-tnH", "state", "established").output
-        lines = [line for line in shown.splitlines() if "10.77.0.2" in line and f":{PORT} " not in line]
-        if lines:
-            return
-        time.sleep(0.2)
-    raise AssertionError("the link test did not begin")
+        return any("10.77.0.2" in line and f":{PORT} " not in line for line in shown.splitlines())
+
+    wait_until(is_connected)
 
 
 def test_a_firewall_between_the_nodes_is_named(hosts, node):
@@ -149,7 +143,7 @@ def test_a_wrong_layout_on_one_node_is_named_on_both(hosts, node):
 
 def test_a_busy_port_is_named(hosts, node):
     holder = hosts.on("nodea", "python", "-m", "http.server", PORT)
-    time.sleep(1.0)
+    wait_until(lambda: f":{PORT} " in hosts.run("nodea", "ss", "-tlnH").output, holder)
     try:
         first, second = both(hosts, node(0), node(1))
     finally:

@@ -8,13 +8,13 @@ import os
 import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from common.record import checkpoint
-from tests.harness import MNIST, ROOT, largest_difference, losses, play, rows, weights
+from tests.harness import MNIST, ROOT, TIMEOUT_SECONDS, largest_difference, losses, play, rows, wait_until, weights
+from tests.trainers import NEXT_STEP, altered
 
 TIMES = int(os.environ.get("UNEVEN_INTERRUPTIONS", "4"))
 SEED = int(os.environ.get("UNEVEN_SEED", "1"))
@@ -22,8 +22,11 @@ STEPS = 150 * TIMES + 200
 TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 10_000)
 TRAINING += ("--max-steps", STEPS, "--save-every", 50, "--keep", 3)
 JOB = ROOT / "launch_scripts" / "slurm_uneven.sbatch"
+SAVES = "                report.save(step, net, identity | recipe, parts, args.keep"
+# the trainer, with a checkpoint that takes a moment, and not so fast that it ends before it is interrupted
+SLOW = {SAVES: f"{SAVES}, lambda path: __import__('time').sleep(0.3)"}
+SLOW |= {NEXT_STEP: "                __import__('time').sleep(0.02)\n" + NEXT_STEP}
 WAYS = ("slurm signals all", "one rank is signalled", "one rank is killed", "rank 0 is killed while it saves")
-LIMIT_SECONDS = 60
 
 
 class Job:
@@ -32,9 +35,10 @@ class Job:
     def __init__(self, slurm, hosts, warm, folder):
         self.slurm, self.hosts, self.warm, self.folder = slurm, hosts, warm, folder
         self.log, self.number = folder.parent / "log", ""
+        self.trainer = altered(folder.parent / "slow_ddp", SLOW)
 
     def command(self, *command: object) -> str:
-        result = self.slurm(*command, PYTHON=str(self.warm)).result(30)
+        result = self.slurm(*command, PYTHON=str(self.warm)).result()
         assert result.code == 0, f"{command}: {result.output}"
         return result.output.strip()
 
@@ -44,17 +48,18 @@ class Job:
         parts = [("--nodes=1", f"--ntasks={n}", f"--gres=gpu:{n}", f"--nodelist={host}") for n, host in
                  ((first, "nodea"), (second, "nodeb"))]  # fmt: skip
         flags = (*TRAINING, "--device", "cpu", "--out-dir", self.folder)
-        command = ("sbatch", "--parsable", f"--output={self.log}", *parts[0], ":", *parts[1], JOB, MNIST, *flags)
+        command = ("sbatch", "--parsable", f"--output={self.log}", *parts[0], ":", *parts[1], JOB, self.trainer, *flags)
         self.number = self.command(*command).split()[-1]
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def wait_until(self, what, seconds: float = LIMIT_SECONDS, pause: float = 0.05) -> None:
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(pause)
+    def wait_until(self, what, seconds: float = TIMEOUT_SECONDS) -> None:
+        """The limit only ends a hang."""
+        wait_until(what, self, seconds)
+
+    def goes_on(self) -> bool:
+        return True  # Slurm starts it again
 
     def state(self) -> str:
         return self.command("squeue", "--noheader", "--format=%T", "--jobs", self.number).partition("\n")[0]
@@ -88,15 +93,15 @@ class Job:
             os.kill(chance.choice(ranks), signal.SIGKILL)
         else:
             checkpoints = self.folder / "checkpoints"
-            self.wait_until(lambda: any(checkpoints.glob(".writing-step*")), pause=0)
+            self.wait_until(lambda: any(checkpoints.glob(".writing-step*")))
             os.kill(ranks[0], signal.SIGKILL)
         return name
 
     def end(self) -> None:
         """Wait until its processes are gone, and take it out of the queue, to which it has returned itself."""
         self.wait_until(lambda: not self.ranks())
-        self.wait_until(lambda: self.state() in ("PENDING", ""), pause=0.3)
-        self.slurm("scancel", self.number).result(30)
+        self.wait_until(lambda: self.state() in ("PENDING", ""))
+        self.slurm("scancel", self.number).result()
 
 
 @pytest.mark.timeout(60 * 60)

@@ -19,7 +19,7 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-COMMON = words("--precision fp64 --device cpu --join-timeout 90")
+COMMON = words("--precision fp64 --device cpu --join-timeout 280")
 TRAINING = [*COMMON, *words("--dataset digits --max-steps 6 --global-batch 110")]
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 PRETRAINING = [*COMMON, *words("--max-steps 20 --global-batch 50 --sequence-length 32 --vocab-size 400 --dropout 0")]
@@ -91,13 +91,14 @@ def program(trainer, warm):
 @pytest.mark.parametrize(
     ("gpus", "model"), [("1", "MNIST"), ("4", "MNIST"), ("3,1", "MNIST"), ("3,1", "BERT"), ("2,1,1", "MNIST")]
 )
-def test_own_flags(gpus, hosts, trains, trainer):
+def test_own_flags(gpus, model, hosts, trains, trainer, program):
+    command = trainer if (gpus, model) == ("3,1", "MNIST") else program
     sizes = gpus.split(",")
     nodes = []
     for number in range(len(sizes)):
         layout = ["-n", len(sizes), "-g", gpus, "-i", number, "--master-port", PORT]
         address = ["--master-addr", MASTER] if number else []
-        nodes.append(hosts.on("nodeb" if number else "nodea", *trainer, *layout, *address))
+        nodes.append(hosts.on("nodeb" if number else "nodea", *command, *layout, *address))
     trains("-n, -g, -i", gpus.replace(",", "+"), *nodes)
 
 
@@ -251,7 +252,7 @@ def test_accelerate(hosts, trains, trainer):
     ],
 )
 def test_srun(layout, options, slurm, trains, program):
-    trains("srun", layout, slurm("timeout", 100, "srun", "-K", *of_each_part(options, program)))
+    trains("srun", layout, slurm("timeout", 280, "srun", "-K", *of_each_part(options, program)))
 
 
 def of_each_part(options: str, program: list) -> list:
@@ -263,7 +264,7 @@ def of_each_part(options: str, program: list) -> list:
 def test_srun_with_a_host_file(slurm, trains, program):
     order = STATE / "tmp" / "order"
     order.write_text("nodeb\nnodea\nnodea\nnodea\n")
-    started = slurm("timeout", 100, "srun", "-K", "-m", "arbitrary", "-n4", *program, SLURM_HOSTFILE=str(order))
+    started = slurm("timeout", 280, "srun", "-K", "-m", "arbitrary", "-n4", *program, SLURM_HOSTFILE=str(order))
     trains("srun", "1+3, host file", started)
 
 

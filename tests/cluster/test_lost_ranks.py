@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
-from tests.harness import MNIST
+from tests.harness import MNIST, rows_so_far, wait_until
 
 FLAGS = ("-n", 2, "-g", "2,3", "--device", "cpu", "--dataset", "digits", "--epochs", 5000, "--precision", "fp64")
 OWN_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")  # as on another machine
@@ -22,16 +21,13 @@ def trained_until_killed(hosts, folder, wanted: str):
             ("nodeb", ("--master-addr", "10.77.0.1", "--out-dir", folder)),
         ])
     ]  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
-        assert time.monotonic() < deadline and all(node.process.poll() is None for node in nodes)
-        time.sleep(0.1)
+    wait_until(lambda: rows_so_far(folder, "train"), nodes[0])
     titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in hosts.processes()}
     victims = [pid for pid, title in titles.items() if wanted in title and "node 1" in title]
     assert victims, titles
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    return hosts.together(*nodes, timeout=40)
+    return hosts.together(*nodes)
 
 
 def errors(output: str) -> dict[int, str]:

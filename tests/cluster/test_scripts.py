@@ -1,5 +1,6 @@
 """Every script of launch_scripts/, on its real launcher; and `-n 2 -g 8,2` itself."""
 
+import json
 import os
 import signal
 import time
@@ -9,11 +10,12 @@ import pytest
 
 from tests.cluster.conftest import PYTHON, STATE, batch_job, needs
 from tests.cluster.test_launchers import MASTER, PORT, words
-from tests.harness import MNIST, ROOT, losses
+from tests.harness import MNIST, ROOT, losses, wait_until
+from tests.trainers import Patient
 
 SCRIPTS = ROOT / "launch_scripts"
 HELLO = ROOT / "common" / "hello" / "__main__.py"
-CPU = ("--device", "cpu", "--join-timeout", "90")
+CPU = ("--device", "cpu", "--join-timeout", "280")
 URL = f"tcp://{MASTER}:{PORT}"
 
 
@@ -31,57 +33,63 @@ def greetings(output: str) -> list[str]:
 def script(hosts):
     """Start a script on a host with the checkout's Python."""
     return lambda host, name, *arguments, **environ: hosts.on(
-        host, SCRIPTS / name, *arguments, PYTHON=str(PYTHON), **environ
+        host, SCRIPTS / name, *arguments, **{"PYTHON": str(PYTHON), **environ}
     )
 
 
-def test_eight_and_two_say_hello(hosts):
-    layout = ("-m", "common.hello", "-n", 2, "-g", "8,2", *CPU, "--master-port", PORT)
-    first = hosts.on("nodea", "python", *layout, "-i", 0, cwd=ROOT)
-    second = hosts.on("nodeb", "python", *layout, "-i", 1, "--master-addr", MASTER, cwd=ROOT)
+@pytest.fixture
+def quick(script, warm):
+    """The same with a Python that has imported torch already."""
+    return lambda *arguments, **environ: script(*arguments, PYTHON=str(warm), **environ)
+
+
+def test_eight_and_two_say_hello(hosts, warm):
+    layout = (warm, "-m", "common.hello", "-n", 2, "-g", "8,2", *CPU, "--master-port", PORT)
+    first = hosts.on("nodea", *layout, "-i", 0, cwd=ROOT)
+    second = hosts.on("nodeb", *layout, "-i", 1, "--master-addr", MASTER, cwd=ROOT)
     said = [greetings(result.output) for result in hosts.together(first, second)]
     assert said[0] + said[1] == processes({"nodea": 8, "nodeb": 2}, URL)
 
 
-def test_two_node_uneven_trains_twenty_steps_on_eight_and_two(hosts, script, tmp_path):
-    training = words("--dataset digits --global-batch 110 --max-steps 20 --device cpu --join-timeout 90")
+def test_two_node_uneven_trains_twenty_steps_on_eight_and_two(hosts, quick, tmp_path):
+    training = words("--dataset digits --global-batch 110 --max-steps 20 --device cpu --join-timeout 280")
     flags = [*training, "--out-dir", tmp_path]
-    first = script("nodea", "two_node_uneven.sh", MNIST, 0, *flags)
-    second = script("nodeb", "two_node_uneven.sh", MNIST, 1, *flags, MASTER_ADDR=MASTER)
+    first = quick("nodea", "two_node_uneven.sh", MNIST, 0, *flags)
+    second = quick("nodeb", "two_node_uneven.sh", MNIST, 1, *flags, MASTER_ADDR=MASTER)
     for result in hosts.together(first, second):
         assert result.code == 0, result.output
     assert len(losses(tmp_path)) == 20
 
 
-def test_two_node_uneven_plays_both_nodes_on_one_machine(script):
-    result = script("nodea", "two_node_uneven.sh", HELLO, "--local", *CPU, GPUS="2,1").result()
+def test_two_node_uneven_plays_both_nodes_on_one_machine(quick):
+    result = quick("nodea", "two_node_uneven.sh", HELLO, "--local", *CPU, GPUS="2,1").result()
     assert sorted(line.split()[-1] for line in greetings(result.output)) == ["0/3", "1/3", "2/3"], result.output
 
 
-def test_single_gpu(script):
-    result = script("nodea", "single_gpu.sh", HELLO, *CPU).result()
+def test_single_gpu(quick):
+    result = quick("nodea", "single_gpu.sh", HELLO, *CPU).result()
     assert "process 0/1" in result.output, result.output
 
 
-def test_single_node(script):
-    result = script("nodea", "single_node.sh", HELLO, *CPU, GPUS="2").result()
+def test_single_node(quick):
+    result = quick("nodea", "single_node.sh", HELLO, *CPU, GPUS="2").result()
     assert [line.split()[-1] for line in greetings(result.output)] == ["0/2", "1/2"], result.output
 
 
-def test_hetseq_one_gpu(script):
-    result = script("nodea", "hetseq.sh", "one-gpu", HELLO, *CPU).result()
+def test_hetseq_one_gpu(quick):
+    result = quick("nodea", "hetseq.sh", "one-gpu", HELLO, *CPU).result()
     assert "process 0/1" in result.output, result.output
 
 
-def test_hetseq_one_node(script):
-    result = script("nodea", "hetseq.sh", "one-node", HELLO, *CPU).result()
+def test_hetseq_one_node(quick):
+    result = quick("nodea", "hetseq.sh", "one-node", HELLO, *CPU).result()
     assert len(greetings(result.output)) == 4, result.output
 
 
 @pytest.mark.parametrize("meeting", [URL, f"file://{STATE}/tmp/communicate.txt"])
-def test_hetseq_four_nodes(meeting, hosts, script):
+def test_hetseq_four_nodes(meeting, hosts, quick):
     nodes = [
-        script(
+        quick(
             *("nodea" if number < 2 else "nodeb", "hetseq.sh", "four-nodes", HELLO, *CPU),
             **{"GPUS": "1,1,1,1", "NODE": str(number), "MEETING": meeting},
         )
@@ -91,9 +99,9 @@ def test_hetseq_four_nodes(meeting, hosts, script):
     assert {line.split()[-1] for line in output.splitlines() if "hello from" in line} == {"0/4", "1/4", "2/4", "3/4"}
 
 
-def test_hetseq_uneven(hosts, script):
+def test_hetseq_uneven(hosts, quick):
     nodes = [
-        script(host, "hetseq.sh", "uneven", HELLO, *CPU, NODE=str(number), MEETING=URL)
+        quick(host, "hetseq.sh", "uneven", HELLO, *CPU, NODE=str(number), MEETING=URL)
         for number, host in enumerate(["nodea", "nodeb"])
     ]
     said = [greetings(result.output) for result in hosts.together(*nodes)]
@@ -111,27 +119,30 @@ def test_torchrun_uneven(hosts, script):
 
 
 def test_torchrun_elastic_goes_on_after_a_rank_was_killed(hosts, script, tmp_path):
-    flags = words("--dataset digits --global-batch 110 --max-steps 400 --save-every 20 --device cpu --join-timeout 90")
+    trainer = Patient(tmp_path)
+    flags = [*Patient.FLAGS, *words("--save-every 20 --device cpu --join-timeout 280")]
     meeting = {"MASTER_ADDR": MASTER, "MASTER_PORT": str(PORT), "RESTARTS": "1"}
     nodes = [
-        script(host, "torchrun_elastic.sh", MNIST, gpus, *flags, "--epochs", 40, "--out-dir", tmp_path, **meeting)
+        script(host, "torchrun_elastic.sh", trainer.script, gpus, *flags, "--out-dir", tmp_path / "run", **meeting)
         for host, gpus in [("nodea", 2), ("nodeb", 1)]
     ]
-    kill_one_when((tmp_path / "checkpoints" / "latest").exists, hosts)
-    for result in hosts.together(*nodes, timeout=180):
+    kill_one_when((tmp_path / "run" / "checkpoints" / "latest").exists, hosts)
+    starts = tmp_path / "run" / "run.json"
+    wait_until(
+        lambda: starts.read_text().count('"first_step"') == 2 or len(json.loads(starts.read_text())["starts"]) == 2
+    )
+    last = trainer.end(tmp_path / "run")
+    for result in hosts.together(*nodes):
         assert result.code == 0, result.output
-    assert len(losses(tmp_path)) == 400
+    assert len(losses(tmp_path / "run")) == last
 
 
 def kill_one_when(ready, hosts) -> None:
     """Kill one worker of the trainer on the hosts as soon as `ready()`."""
-    deadline = time.monotonic() + 90
-    while not ready():
-        assert time.monotonic() < deadline, "no checkpoint came"
-        time.sleep(0.1)
+    wait_until(ready)
     for pid in hosts.processes():
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if command.startswith(b"mnist-distributed.py rank "):
+        if b"-distributed.py rank " in command:
             os.kill(pid, signal.SIGKILL)
             return
     raise AssertionError("no worker runs")
@@ -147,49 +158,46 @@ def batch(slurm, log: Path, *command: object, **environ: str) -> str:
     return result.output
 
 
-def test_slurm_even(slurm, tmp_path):
-    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_even.sbatch", HELLO, *CPU))
+def test_slurm_even(slurm, warm, tmp_path):
+    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_even.sbatch", HELLO, *CPU, PYTHON=str(warm)))
     assert [line.partition("hello")[2] for line in said] == [
         line.partition("hello")[2] for line in processes({"nodea": 2, "nodeb": 2}, URL)
     ]
 
 
-def test_slurm_uneven(slurm, tmp_path):
-    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_uneven.sbatch", HELLO, *CPU))
+def test_slurm_uneven(slurm, warm, tmp_path):
+    said = greetings(batch(slurm, tmp_path / "log", SCRIPTS / "slurm_uneven.sbatch", HELLO, *CPU, PYTHON=str(warm)))
     assert [line.partition("hello")[2] for line in said] == [
         line.partition("hello")[2] for line in processes({"nodea": 8, "nodeb": 2}, URL)
     ]
 
 
 @pytest.mark.parametrize("sends", ["scancel", "time limit"])
-def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, slurm, tmp_path):
-    training = words("--dataset digits --global-batch 64 --max-steps 6000 --epochs 400 --log-every 1 --save-every 1h")
-    command = (SCRIPTS / "slurm_even.sbatch", MNIST, *training, *CPU, "--out-dir", tmp_path / "run")
+def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, slurm, warm, tmp_path):
+    trainer = Patient(tmp_path)
+    training = [*Patient.FLAGS, *words("--log-every 1 --save-every 1h")]
+    command = (SCRIPTS / "slurm_even.sbatch", trainer.script, *training, *CPU, "--out-dir", tmp_path / "run")
     log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
     limit = ("--time=1", "--signal=USR1@25") if sends == "time limit" else ()  # Slurm looks every half a minute
-    submitted = slurm("sbatch", "--parsable", f"--output={log}", *limit, *command, PYTHON=str(PYTHON)).result(30)
+    submitted = slurm("sbatch", "--parsable", f"--output={log}", *limit, *command, PYTHON=str(warm)).result()
     number = submitted.output.split()[-1]
 
-    def wait_until(what, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, log.read_text() if log.exists() else submitted.output
-            time.sleep(0.2)
-
     def state() -> str:
-        return slurm("squeue", "--noheader", "--format=%T", "--jobs", number).result(30).output.strip()
+        return slurm("squeue", "--noheader", "--format=%T", "--jobs", number).result().output.strip()
 
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 20)
     if sends == "scancel":
-        slurm("scancel", "--signal=USR1", number).result(30)
-    wait_until(lambda: state() == "PENDING", 90)
-    time.sleep(6)  # Slurm starts it after two minutes; at once, it would still revoke the job's credential
-    slurm("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=10").result(30)
-    wait_until(lambda: "done     6000 steps" in log.read_text(), 180)
+        slurm("scancel", "--signal=USR1", number).result()
+    wait_until(lambda: state() == "PENDING")
+    time.sleep(6)  # at least: Slurm starts it after two minutes; at once, it would still revoke the job's credential
+    slurm("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=10").result()
+    wait_until(lambda: "resuming from" in log.read_text())
+    last = trainer.end(tmp_path / "run")
+    wait_until(lambda: f"done     {last} steps" in log.read_text())
     wait_until(lambda: state() == "")  # it draws its curves after the last line
     said = log.read_text()
     assert "interrupted: SIGUSR1 on rank" in said and "resuming from" in said, said
-    assert len(losses(tmp_path / "run")) == 6000
+    assert len(losses(tmp_path / "run")) == last
 
 
 def test_slurm_torchrun(slurm, tmp_path):
@@ -201,10 +209,10 @@ def test_slurm_torchrun(slurm, tmp_path):
 
 
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpiexec.hydra"])
-def test_mpirun_uneven(mpirun, script, ssh_config):
+def test_mpirun_uneven(mpirun, quick, ssh_config):
     needs(mpirun)
     environ = {"MPIRUN": mpirun, "SSH_CONFIG": str(ssh_config), "MASTER_ADDR": MASTER}
-    result = script("nodea", "mpirun_uneven.sh", "nodea:3,nodeb:1", HELLO, *CPU, **environ).result()
+    result = quick("nodea", "mpirun_uneven.sh", "nodea:3,nodeb:1", HELLO, *CPU, **environ).result()
     expected = [line.partition("hello")[2] for line in processes({"nodea": 3, "nodeb": 1}, URL)]
     assert [line.partition("hello")[2] for line in greetings(result.output)] == expected, result.output
 
@@ -212,7 +220,7 @@ def test_mpirun_uneven(mpirun, script, ssh_config):
 def test_ssh_uneven_ends_every_node_when_one_fails(hosts, script, ssh_config):
     config = {"SSH_CONFIG": str(ssh_config)}
     node = script("nodea", "ssh_uneven.sh", "nodea:1,nodeb:1", HELLO, *CPU, "--interface", "uneven-va", **config)
-    result = node.result(timeout=60)  # nodeb has no interface of that name
+    result = node.result()  # nodeb has no interface of that name
     assert result.code == 2, result.output
     assert any(
         line.startswith("nodeb | ") and "--interface is uneven-va" in line for line in result.output.splitlines()
@@ -222,12 +230,7 @@ def test_ssh_uneven_ends_every_node_when_one_fails(hosts, script, ssh_config):
 def test_ssh_uneven_ends_every_node_when_it_is_killed(hosts, script, ssh_config):
     config = {"SSH_CONFIG": str(ssh_config)}
     node = script("nodea", "ssh_uneven.sh", "nodea:1,nodeb:2", HELLO, *CPU, "--interface", "uneven-vb", **config)
-    deadline = time.monotonic() + 30
-    while len(hosts.processes()) < 6 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: len(hosts.processes()) >= 6, node)
     node.process.kill()
     node.process.wait()
-    deadline = time.monotonic() + 20
-    while hosts.processes() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not hosts.processes()
+    wait_until(lambda: not hosts.processes())

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 
-MODULES = ("torch._dynamo", "mnist_ddp.train", "bert_ddp.pretrain.train")
+MODULES = ("torch._dynamo", "mnist_ddp.train", "bert_ddp.pretrain.train", "common.doctor.examination")
 LOOK_SECONDS = 0.02  # for children that have ended
 
 
@@ -74,9 +74,13 @@ def be(files: list[int], argv: list[str], folder: str, environ: dict[str, str]) 
         os.environ.update(environ)
         os.chdir(folder)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = argv
-        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))  # noqa: PTH100, PTH120
-        runpy.run_path(argv[0], run_name="__main__")
+        sys.argv = argv[argv[0] == "-m" :]
+        if argv[0] == "-m":
+            sys.path.insert(0, folder)
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))  # noqa: PTH100, PTH120
+            runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
