@@ -13,25 +13,26 @@ from common.launch.addresses import free_port
 from common.launch.interruption import TWICE_SECONDS
 from tests.harness import (
     MNIST,
+    Node,
     largest_difference,
     losses,
     nodes_of,
     play,
     playing,
     rows_so_far,
-    start,
     wait_until,
     weights,
 )
+from tests.test_launch import stop
 from tests.trainers import Patient, altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--log-every", 1, "--save-every", "1h")
 AGAIN = 75
 
 
-def started(tmp_path, gpus, *flags):
+def started(tmp_path, gpus, *flags, script=MNIST):
     """A run that has made some steps."""
-    run = playing(MNIST, nodes_of(gpus, tmp_path / "run", *FLAGS, *flags), tmp_path)
+    run = playing(script, nodes_of(gpus, tmp_path / "run", *FLAGS, *flags), tmp_path)
     wait_until(lambda: len(rows_so_far(tmp_path / "run", "train")) >= 3, run)
     return run
 
@@ -72,9 +73,9 @@ def test_a_run_that_was_interrupted_and_resumed_elsewhere_has_the_curve_of_one_t
 
 def test_a_second_signal_ends_at_once(tmp_path):
     run = started(tmp_path, (2,), "--epochs", 2000)
-    stopped = rank_pid(run, 1)
-    os.kill(stopped, signal.SIGSTOP)  # so that the ranks cannot agree
+    stop(psutil.Process(rank_pid(run, 1)))  # so that the ranks cannot agree
     os.kill(run.processes[0].pid, signal.SIGTERM)
+    run.wait_for("once more ends at once")
     time.sleep(TWICE_SECONDS + 0.5)  # at least: what comes sooner counts as the same signal
     os.kill(run.processes[0].pid, signal.SIGTERM)
     (result,) = run.results()
@@ -89,22 +90,28 @@ def test_one_process_in_place_saves_too(tmp_path):
     assert "interrupted: SIGTERM on rank 0: ended after step" in result.output and "Traceback" not in result.output
 
 
-def test_a_signal_before_training_ends_without_a_checkpoint(tmp_path):
-    run = playing(MNIST, nodes_of((2, 1), tmp_path / "run", *FLAGS)[:1], tmp_path)
-    run.wait_for("waiting for node 1")
-    os.kill(run.processes[0].pid, signal.SIGTERM)
-    (result,) = run.results()
+@pytest.fixture(scope="module")
+def before_training(tmp_path_factory):
+    """How two nodes end, at once, that wait for others and get a signal: one of ours, and a rank of a launcher."""
+    ours, launchers = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("launcher")
+    node = playing(MNIST, nodes_of((2, 1), ours / "run", *FLAGS)[:1], ours)
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = playing(MNIST, [Node(["--dataset", "digits", "--device", "cpu"], {**launched, **where})], launchers)
+    node.wait_for("waiting for node 1")
+    os.kill(node.processes[0].pid, signal.SIGTERM)
+    rank.wait_for("waiting for rank 1")
+    os.kill(rank.processes[0].pid, signal.SIGUSR1)
+    return [*node.results(), *rank.results()]
+
+
+def test_a_signal_before_training_ends_without_a_checkpoint(before_training):
+    result, _ = before_training
     assert result.code == 143 and "Traceback" not in result.output, result.output
 
 
-@pytest.mark.long
-def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(tmp_path):
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    node = start("python", MNIST, "--dataset", "digits", "--device", "cpu", **launched, **where)
-    wait_until(lambda: psutil.Process(node.process.pid).net_connections("tcp"), node)
-    node.process.send_signal(signal.SIGUSR1)
-    result = node.result()
+def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_another_start(before_training):
+    _, result = before_training
     assert result.code == AGAIN, result.output
     assert "interrupted: SIGUSR1 while nothing was to be saved: start the run again" in result.output
     assert "Traceback" not in result.output
@@ -117,12 +124,25 @@ def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):
     assert [result.code for result in results] == [AGAIN, AGAIN], [result.output for result in results]
 
 
+# on a slow machine, too, a signal that comes once more "at once" comes within TWICE_SECONDS
+ALWAYS_THE_SAME = """import torch
+import common.launch.interruption, common.record.interrupts
+common.launch.interruption.TWICE_SECONDS = common.record.interrupts.TWICE_SECONDS = 300.0
+"""
+
+
 def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
     """As Ctrl-C in a terminal, `timeout`, and what ends a process group."""
-    run = started(tmp_path, (3,), "--epochs", 2000)
+    trainer = altered(tmp_path / "twice_ddp", {"import torch\n": ALWAYS_THE_SAME})
+    run = started(tmp_path, (3,), "--epochs", 2000, script=trainer)
     node = psutil.Process(run.processes[0].pid)
-    for process in (node, *node.children(recursive=True), node):
+    ranks = node.children()
+    stop(ranks[-1])  # so that the run does not end before all have their signals
+    for process in (node, *ranks):
         process.send_signal(signal.SIGINT)
+    run.wait_for("once more ends at once")
+    node.send_signal(signal.SIGINT)
+    ranks[-1].resume()
     (result,) = run.results()
     assert result.code == AGAIN, result.output
     assert "ended after step" in result.output and "again" not in result.output

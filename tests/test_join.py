@@ -71,7 +71,7 @@ def test_the_same_i_twice_is_named_on_every_node(tmp_path):
 
 def test_rank_0_need_not_be_the_first_of_its_node(tmp_path):
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    flags = ["--device", "cpu", *FLAGS, "--out-dir", tmp_path / "run", "--join-timeout", 15]
+    flags = ["--device", "cpu", *FLAGS, "--out-dir", tmp_path / "run"]
     nodes = [Node(flags, {**environ, "RANK": str(rank), "LOCAL_RANK": str(1 - rank)}) for rank in range(2)]
     for result in playing(MNIST, nodes, tmp_path).results():
         assert result.code == 0, result.output
@@ -105,29 +105,37 @@ def test_another_version_of_any_code_that_is_loaded_is_named_on_both(file, tmp_p
         assert re.search(r"node 1 \(.*\) has code \w{12}, but node 0 \(.*\) has \w{12}", errors([result])[0])
 
 
-def said(run: playing, text: str) -> str:
-    """What the first node has printed once `text` is in it, before it has given up."""
-    printed = run.wait_for(text)
-    assert "did not join" not in printed.partition(text)[0], printed
-    return printed
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    """The results of nodes that wait for others in vain, three runs at once: for two nodes, for the master, and for one
+    where another program holds the master's port. That has the ports as well."""
+    ports = {"master": free_port()}
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        ports["other program"] = other.getsockname()[1]
+        nodes = {
+            "nodes": [node(0, "1,2,1", free_port(), "--join-timeout", 12)],
+            "master": [node(1, "1,1", ports["master"], "--join-timeout", 12)],
+            "other program": [node(number, "1,1", ports["other program"]) for number in range(2)],
+        }
+        runs = {name: playing(MNIST, those, tmp_path_factory.mktemp("late")) for name, those in nodes.items()}
+        return {name: run.results() for name, run in runs.items()}, ports
 
 
-def test_a_missing_node_is_named_while_others_wait_and_ended_at_the_timeout(tmp_path):
-    run = playing(MNIST, [node(0, "1,2,1", free_port(), "--join-timeout", 9)], tmp_path)
-    said(run, "waiting for node 1 (ranks 1 to 2) and node 2 (rank 3); giving up in")
-    (result,) = run.results()
+def test_a_missing_node_is_named_while_others_wait_and_ended_at_the_timeout(late):
+    (result,) = late[0]["nodes"]
+    before, _, _ = result.output.partition("error:")
+    assert "waiting for node 1 (ranks 1 to 2) and node 2 (rank 3); giving up in" in before, result.output
     assert result.code == 1
-    assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not join within 9 s (--join-timeout)" in errors([result])[0]
+    assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not join within 12 s (--join-timeout)" in errors([result])[0]
 
 
-def test_a_missing_master_is_named_while_others_wait_and_ended_at_the_timeout(tmp_path):
-    port = free_port()
-    run = playing(MNIST, [node(1, "1,1", port, "--join-timeout", 9)], tmp_path)
-    text = said(run, "giving up in")
-    assert re.fullmatch(rf"\[1 \S+\] waiting for node 0 at tcp://127.0.0.1:{port}; giving up in \d s\n", text)
-    (result,) = run.results()
+def test_a_missing_master_is_named_while_others_wait_and_ended_at_the_timeout(late):
+    results, ports = late
+    (result,) = results["master"]
+    line = rf"\[1 \S+\] waiting for node 0 at tcp://127.0.0.1:{ports['master']}; giving up in \d s"
+    assert re.fullmatch(line, result.output.splitlines()[0]), result.output
     assert result.code == 1
-    assert "for 9 s (--join-timeout): is node 0 started" in errors([result])[0]
+    assert "for 12 s (--join-timeout): is node 0 started" in errors([result])[0]
 
 
 def test_a_master_whose_name_is_unknown_is_refused_at_once(tmp_path):
@@ -136,10 +144,11 @@ def test_a_master_whose_name_is_unknown_is_refused_at_once(tmp_path):
     assert "--master-addr is no-such-host.invalid, which" in errors([result])[0]
 
 
-def test_a_port_held_by_another_program_is_named(tmp_path):
-    with socket.create_server(("0.0.0.0", 0)) as other:
-        port = other.getsockname()[1]
-        master, second = refused(tmp_path, node(0, "1,1", port), node(1, "1,1", port))
+def test_a_port_held_by_another_program_is_named(late):
+    results, ports = late
+    master, second = results["other program"]
+    assert master.code == second.code == 2 and "Traceback" not in master.output + second.output
+    port = ports["other program"]
     assert f"--master-port {port} on {socket.gethostname()} is held by another program" in errors([master])[0]
     assert f"tcp://127.0.0.1:{port} answers, but not as node 0 of a run would" in errors([second])[0]
 
@@ -235,11 +244,11 @@ def test_a_second_rank_0_that_reaches_the_first_ones_store_is_named_on_every_ran
 
 
 STORE = """
-import time
+import signal
 from common.join.store import serve_at
 store, port = serve_at("127.0.0.1")
 print(port, flush=True)
-time.sleep(100)
+signal.pause()
 """
 
 

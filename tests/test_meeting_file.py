@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.join import meeting_file
-from tests.harness import MNIST, Node, losses, playing
+from tests.harness import MNIST, Node, losses, playing, wait_until
 
 TRAINING = ["--dataset", "digits", "--max-steps", 2, "--device", "cpu", "--join-timeout", 60]
 
@@ -27,8 +27,7 @@ def test_ranks_meet_over_a_file_and_take_it_away(tmp_path):
 def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
     meeting = tmp_path / "meeting"
     dead = playing(MNIST, nodes(meeting, tmp_path / "run")[:1], tmp_path)
-    while not (meeting.exists() and b"answer/" in meeting.read_bytes()):
-        assert dead.processes[0].is_alive(), dead.results()
+    wait_until(lambda: meeting.exists() and b"answer/" in meeting.read_bytes(), dead)
     dead.kill()
     results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
     assert [result.code for result in results] == [0, 0], results

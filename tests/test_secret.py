@@ -38,10 +38,16 @@ def test_nodes_that_have_the_same_secret_train(tmp_path):
     ],
 )
 def test_a_node_with_another_secret_or_none_is_not_let_in_and_told_why(tmp_path, first, second):
-    flags = [("--secret-file", secret(tmp_path, name, name)) if name else () for name in (first, second)]
-    host, stranger = pair(tmp_path, (*flags[0], "--join-timeout", 12), (*flags[1], "--join-timeout", 12))
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS)
+    for node, name in zip(nodes, (first, second), strict=True):
+        node.flags += ["--secret-file", secret(tmp_path, name, name)] if name else []
+    nodes[0].flags += ["--join-timeout", 8]
+    knocking = playing(MNIST, nodes[1:], tmp_path)
+    knocking.wait_for("waiting for node 0")  # it is there before the other one begins to count
+    (host,) = playing(MNIST, nodes[:1], tmp_path).results()
+    (stranger,) = knocking.results()
     assert "has another secret than this rank (--secret-file): not let in" in host.output
-    assert "node 1 (rank 1) did not join within 12 s" in host.output and host.code == 1
+    assert "node 1 (rank 1) did not join within 8 s" in host.output and host.code == 1
     assert "this rank has another secret (--secret-file, UNEVEN_DDP_SECRET) than rank 0" in stranger.output
     assert stranger.code == 2
 
@@ -55,7 +61,7 @@ def test_a_secret_file_that_is_empty_or_missing_is_refused(tmp_path, text, said)
 
 
 def test_the_store_of_one_node_listens_on_loopback_only(tmp_path):
-    script = write_trainer(tmp_path, "(FOLDER / 'here').touch()\ntime.sleep(60)")
+    script = write_trainer(tmp_path, "(FOLDER / 'here').touch()\nsignal.pause()")
     port = free_port()
     run_ = playing(script, [Node(["-g", 2, "--device", "cpu", "--master-port", port])], tmp_path)
     wait_until((tmp_path / "here").exists, run_)

@@ -13,14 +13,14 @@ LAYOUT = ("--device", "cpu", "--master-port", PORT)
 
 
 @pytest.fixture
-def node(hosts: Hosts):
+def node(hosts: Hosts, warm):
     """Start the doctor of one node of `-n 2 -g 2,1`; flags given twice take the later value."""
 
     def start_doctor(number: int, *flags: object, **environ: str) -> start:
         where = ("-n", 2, "-g", "2,1", "-i", number)
         where += ("--master-addr", hosts.addresses["nodea"]) if number else ()
         return hosts.on(
-            "nodea" if number == 0 else "nodeb", "python", "-m", "common.doctor", *LAYOUT, *where, *flags, **environ
+            "nodea" if number == 0 else "nodeb", warm, "-m", "common.doctor", *LAYOUT, *where, *flags, **environ
         )
 
     return start_doctor

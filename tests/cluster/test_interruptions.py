@@ -18,14 +18,14 @@ from tests.trainers import NEXT_STEP, altered
 
 TIMES = int(os.environ.get("UNEVEN_INTERRUPTIONS", "4"))
 SEED = int(os.environ.get("UNEVEN_SEED", "1"))
-STEPS = 150 * TIMES + 200
+STEPS = 110 * TIMES + 160
 TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 10_000)
 TRAINING += ("--max-steps", STEPS, "--save-every", 50, "--keep", 3)
 JOB = ROOT / "launch_scripts" / "slurm_uneven.sbatch"
 SAVES = "                report.save(step, net, identity | recipe, parts, args.keep"
 # the trainer, with a checkpoint that takes a moment, and not so fast that it ends before it is interrupted
 SLOW = {SAVES: f"{SAVES}, lambda path: __import__('time').sleep(0.3)"}
-SLOW |= {NEXT_STEP: "                __import__('time').sleep(0.02)\n" + NEXT_STEP}
+SLOW |= {NEXT_STEP: "                __import__('time').sleep(0.01)\n" + NEXT_STEP}
 WAYS = ("slurm signals all", "one rank is signalled", "one rank is killed", "rank 0 is killed while it saves")
 
 

@@ -20,11 +20,11 @@ def assert_refused(results: list[Result], *words: str, code: int = 2) -> None:
         assert all(word in errors[0] for word in words), errors
 
 
-def two_nodes(hosts, *more: object, first: tuple = (), second: tuple = ()) -> list[Result]:
+def two_nodes(hosts, warm, *more: object, first: tuple = (), second: tuple = ()) -> list[Result]:
     """hello on both hosts, with flags for both and for each."""
     return hosts.together(
-        hosts.on("nodea", "python", HELLO, *CPU, *TWO, "-i", 0, *more, *first),
-        hosts.on("nodeb", "python", HELLO, *CPU, *TWO, "-i", 1, "--master-addr", MASTER, *more, *second),
+        hosts.on("nodea", warm, HELLO, *CPU, *TWO, "-i", 0, *more, *first),
+        hosts.on("nodeb", warm, HELLO, *CPU, *TWO, "-i", 1, "--master-addr", MASTER, *more, *second),
     )
 
 
@@ -43,19 +43,19 @@ def hetseq(hosts, url: str, *places: tuple[str, int, int, int], wrap: dict[str, 
     )
 
 
-def test_an_interface_that_one_node_does_not_have(hosts):
-    results = two_nodes(hosts, second=("--interface", "ib0"))
+def test_an_interface_that_one_node_does_not_have(hosts, warm):
+    results = two_nodes(hosts, warm, second=("--interface", "ib0"))
     assert_refused(results, "--interface is ib0, but nodeb has", "uneven-vb")
 
 
 @pytest.mark.parametrize("backend", ["mpi", "ucc"])
-def test_a_backend_that_torch_was_built_without(backend, hosts):
-    results = two_nodes(hosts, "--backend", backend)
+def test_a_backend_that_torch_was_built_without(backend, hosts, warm):
+    results = two_nodes(hosts, warm, "--backend", backend)
     assert_refused(results, f"--backend is {backend}, but torch", "was built without it", "use --backend gloo")
 
 
-def test_nccl_on_one_node_without_gpus(hosts):
-    results = two_nodes(hosts, second=("--backend", "nccl"))
+def test_nccl_on_one_node_without_gpus(hosts, warm):
+    results = two_nodes(hosts, warm, second=("--backend", "nccl"))
     assert_refused(results, "--backend is nccl", "needs a GPU for each rank", "nodeb", "use --backend gloo")
 
 
