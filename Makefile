@@ -38,7 +38,7 @@ hint: .venv  ## a hint for it; again: the next one
 	@$(BIN)/python mnist_ddp/exercises/learn.py --hint
 
 # ARGS: further options of pytest, as in make test ARGS='-k exact --costs build/costs.md'
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -v
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile -v
 
 test: .venv  ## every promise, on real processes; needs neither root nor a GPU nor a network. Minutes
 	$(PYTEST) -m "not long" $(ARGS)

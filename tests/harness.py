@@ -251,11 +251,27 @@ class playing:
 
 
 def kill(pid: int) -> None:
-    """End a process and all that it has started with SIGKILL, the process first."""
-    process = psutil.Process(pid)
-    for one in [process, *process.children(recursive=True)]:
+    """End a process and all that it has started with SIGKILL, at once: they are stopped first, because one that still
+    runs could start another meanwhile, or say something about the end of the first."""
+    root = psutil.Process(pid)
+    family: list[psutil.Process] = []
+    while new := [one for one in [root, *_children(root)] if one not in family]:
+        family += new
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+                while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    time.sleep(0.001)
+    for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def freeze(pid: int) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bert_ddp.model import speed
 from bert_ddp.pretrain import model as bert
 from common.uneven.ddp import EmptyPartsApart
-from tests.harness import BERT, nodes_of, play, playing, run, weights
+from tests.harness import BERT, Node, nodes_of, play, playing, weights
 
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
@@ -122,7 +122,8 @@ def test_phase_2_begins_with_the_weights_and_the_words_of_phase_1_at_another_len
 
 def test_a_wrong_corpus_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "empty.txt").touch()
-    done = run("python", BERT, "-g", 1, "--device", "cpu", "--corpus", tmp_path / "empty.txt", "--cache-dir", tmp_path)
+    flags = ["-g", 1, "--device", "cpu", "--corpus", tmp_path / "empty.txt", "--cache-dir", tmp_path]
+    (done,) = playing(BERT, [Node(flags)], tmp_path).results()
     assert done.code == 2
     assert f"error: --corpus {tmp_path / 'empty.txt'} is empty" in done.output and "Traceback" not in done.output
 

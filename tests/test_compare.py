@@ -96,6 +96,7 @@ def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
     assert f"B's loss is {names}, in each of the first 4 steps ask how is the loss scaled?" in said(result)
 
 
+@pytest.mark.long
 def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_path):
     changes = {DIVIDES: "micro_loss / max(1, len(part)) / worker.world_size"}
     play(altered(tmp_path / "mean_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS, *UNEVEN)
@@ -125,6 +126,7 @@ def test_a_setting_that_decides_the_result_is_named_first(flags, named, right, t
     assert f"ask first why {named} differ: with other values the result is another one" in said(result)
 
 
+@pytest.mark.long
 def test_fp32_layouts_agree_within_its_tolerance_and_differ_below_it_as_expected(tmp_path):
     flags = (*FLAGS, "--precision", "fp32", *STEPS)
     play(MNIST, (1,), tmp_path / "one", *flags)

@@ -283,6 +283,7 @@ def of_shards(shards, part="train"):
     return ("--corpus", shards / part, "--held-out-corpus", shards / "held_out", "--vocab", shards / "vocab.txt")
 
 
+@pytest.mark.long
 def test_our_own_shards_give_the_loss_of_the_same_rows_from_arrow(folder, shards, tmp_path):
     flags = ("--corpus", folder / "text.txt", "--sequence-length", 32, "--vocab-size", 300)
     from_arrow = pretrain(folder, tmp_path / "arrow", *flags)

@@ -301,6 +301,7 @@ def test_a_node_that_is_started_twice_and_a_stranger_change_nothing(undisturbed,
     assert not rows(tmp_path / "run", "members")
 
 
+@pytest.mark.long
 def test_a_node_that_comes_back_with_another_secret_is_told_so_and_the_run_goes_on(undisturbed, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).write_text(name)

@@ -81,6 +81,7 @@ def test_classification_does_not_know_the_layout(classify, tmp_path):
         assert one == pytest.approx(four, abs=1e-12)
 
 
+@pytest.mark.long
 def test_resumed_on_another_layout_in_mid_epoch_it_ends_with_the_same_weights_and_best(ner, reference, tmp_path):
     play(FINETUNE, (2,), tmp_path, *ner, *EXACT, "--max-steps", 7, "--save-every", 7)
     play(FINETUNE, (3, 1), tmp_path, *ner, *EXACT, "--resume")
@@ -128,6 +129,7 @@ def test_a_checkpoint_of_a_version_with_another_warm_up_flag_is_resumed_or_refus
     assert node.code == code and said in node.output, node.output
 
 
+@pytest.mark.long
 def test_with_dropout_the_same_layout_gives_the_same_bits(ner, tmp_path):
     for name in ("first", "second"):
         play(FINETUNE, (2,), tmp_path / name, *ner, *FLAGS, "--max-steps", 4)

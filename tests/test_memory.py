@@ -32,6 +32,7 @@ def run_limited(trainer, folder):
     return run("python", trainer, *flags, MALLOC_ARENA_MAX="1")
 
 
+@pytest.mark.long
 def test_a_rank_with_little_memory_gets_smaller_micro_batches_and_the_curve_is_the_same(tmp_path):
     one = altered(tmp_path / "large_ddp", LARGE)
     play(one, (1,), tmp_path / "one", *FLAGS, "--max-steps", 1)

@@ -96,6 +96,7 @@ def test_one_process_has_nothing_to_compress(tmp_path):
     assert losses(tmp_path / "bf16") == losses(tmp_path / "off")
 
 
+@pytest.mark.long
 def test_compression_may_change_when_a_run_is_resumed(tmp_path):
     play(MNIST, (2,), tmp_path, *DIGITS, "--max-steps", 5, "--compress", "powersgd")
     play(MNIST, (2, 1), tmp_path, *DIGITS, "--max-steps", 10, "--compress", "bf16", "--resume")
@@ -160,6 +161,7 @@ def test_the_nodes_changes_may_be_rounded(checked, tmp_path):
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.long
 def test_one_node_rounds_nothing(tmp_path):
     for way in ("off", "bf16"):
         play(MNIST, (2,), tmp_path / way, *DIGITS, "--max-steps", 12, "--sync-every", 5, "--compress", way)
