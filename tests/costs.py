@@ -8,6 +8,7 @@ that a server does for several tests counts for the test that runs meanwhile.
 """
 
 import os
+import shutil
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -106,6 +107,7 @@ class Costs:
             lines.append(f"| {test} | {seconds:.2f} | {self.elapsed[test]:.2f} |")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("\n".join(lines) + "\n")
+        shutil.rmtree(self.imports.parent)
 
 
 def used() -> float:

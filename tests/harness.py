@@ -131,8 +131,9 @@ class start:
 
     def end(self) -> None:
         """Kill it and what it has started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            kill(self.process.pid)
+        if self.process.poll() is None:  # else its pid may be another program's by now
+            with contextlib.suppress(psutil.NoSuchProcess):
+                kill(self.process.pid)
         with contextlib.suppress(ValueError, subprocess.TimeoutExpired):  # read already; or somebody holds the pipe
             self.output += self.process.communicate(timeout=10)[0] or ""
 

@@ -1,5 +1,9 @@
 """Imported once by the fork server of `harness.play`: everything that a worker would spend seconds on."""
 
+import setproctitle
+
+setproctitle.getproctitle()  # finds where the title is, which is possible only before the environment changes
+
 import contextlib
 import gc
 import importlib
@@ -20,7 +24,6 @@ for trainer in TRAINERS:
         importlib.import_module(trainer)
 importlib.import_module("common.doctor.examination")
 importlib.import_module("matplotlib.backends.backend_agg")
-importlib.import_module("setproctitle")
 
 from common.record.plots import draw_curves
 
