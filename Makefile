@@ -6,6 +6,8 @@ BIN := .venv/bin
 # Two nodes on one machine share its cores: one thread a process.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Hundreds of processes import the same modules: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 BERT_RUN ?= runs/bert-$(shell date +%Y%m%d-%H%M%S)
 DATA ?= data
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)

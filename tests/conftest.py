@@ -2,8 +2,16 @@
 
 import pytest
 
-from tests import harness
-from tests.costs import pytest_addoption, pytest_configure  # noqa: F401 (hooks of pytest)
+from tests import costs, harness
+from tests.costs import pytest_addoption  # noqa: F401 (a hook of pytest)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.configure(config)
+    if hasattr(config, "workerinput"):  # a process of `pytest -n`
+        harness.use_shared_server()
+    elif getattr(config.option, "numprocesses", None) and not config.option.costs:  # which counts its own children
+        harness.share_server()
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
     make test ARGS='--costs build/costs.md'      a table by file, then the most expensive tests
 
 A pytest plugin (Linux only). The processor seconds of a test are those of the pytest process and of everything that it
-has started, forked or inherited, between the test's beginning and its end: its set-up and tear-down included. Work
-that a server does for several tests counts for the test that runs meanwhile.
+has started, forked or inherited, between the test's beginning and its end: its set-up and tear-down included. Each
+pytest process has a fork server of its own, so that it sees what that costs; without --costs they share one.
 """
 
 import os
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", metavar="FILE", help="write what each test costs, in processor seconds and imports")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def configure(config: pytest.Config) -> None:
     if not config.getoption("--costs"):
         return
     if not hasattr(config, "workerinput"):  # once, before pytest-xdist starts its workers

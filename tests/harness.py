@@ -23,6 +23,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -160,6 +161,24 @@ _context = multiprocessing.get_context(
     "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 )
 _context.set_forkserver_preload(["tests.preload"])
+SERVER = "UNEVEN_TESTS_SERVER"  # the socket of the fork server that the processes of one `pytest -n` share
+
+
+def share_server() -> None:
+    """Start the fork server, whose imports take seconds, for this process and for those that it starts from now on."""
+    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: each process starts one of its own
+        return
+    forkserver.ensure_running()
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address
+
+
+def use_shared_server() -> None:
+    """From now on, `playing` asks the server of `share_server` for its processes, if there is one."""
+    server = forkserver._forkserver
+    if SERVER not in os.environ or server._forkserver_address:
+        return
+    server._forkserver_address, server._forkserver_alive_fd = os.environ[SERVER], os.pipe()[1]
+    server.ensure_running = forkserver.ensure_running = lambda: None  # whoever has started it keeps it running
 
 
 def _be(script: Path, flags: list[str], environ: dict[str, str], log: str, cwd: Path | None) -> None:
@@ -325,10 +344,11 @@ def play(
 
 
 def nodes_of(gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Node]:
-    """The command of each node of the layout `gpus` on loopback, on a free port."""
+    """The command of each node of the layout `gpus` on loopback, on a free port. It draws no curves.png, which would
+    take a third of all processor time."""
     layout = ["-n", len(gpus), "-g", ",".join(map(str, gpus)), "--device", "cpu", "--master-port", free_port()]
     return [
-        Node([*layout, "-i", number, "--master-addr", "127.0.0.1", "--out-dir", folder, *flags])
+        Node([*layout, "-i", number, "--master-addr", "127.0.0.1", "--out-dir", folder, "--no-plot", *flags])
         for number in range(len(gpus))
     ]
 
@@ -336,7 +356,9 @@ def nodes_of(gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Node]:
 def play_torchrun(trainer: Path, gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Result]:
     """Train as torchrun would start it: one process a rank with torchrun's variables."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = playing(trainer, torchrun_nodes(gpus, "--device", "cpu", "--out-dir", folder, *flags), folder).results()
+    results = playing(
+        trainer, torchrun_nodes(gpus, "--device", "cpu", "--out-dir", folder, "--no-plot", *flags), folder
+    ).results()
     for result in results:
         assert result.code == 0, result.output
     return results

@@ -53,6 +53,7 @@ def test_evaluations_count_each_sample_once_though_ranks_take_batches_in_turn(ba
         assert (row["loss"], row["accuracy"]) == pytest.approx((alone["loss"], alone["accuracy"]), abs=1e-12)
 
 
+@pytest.mark.long
 def test_it_resumes_on_another_layout_in_mid_epoch_with_shares_of_its_own(slow_rank, one_process, tmp_path):
     flags = (*FLAGS, "--epochs", 3, "--balance", "auto", "--save-every", 17)
     play(slow_rank, (3, 1), tmp_path, *flags, "--max-steps", 17)

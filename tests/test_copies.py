@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import psutil
+import pytest
 
 from common.record import checkpoint
 from tests.harness import Result, nodes_of, play, playing, rows, rows_so_far, wait_until
@@ -29,6 +30,8 @@ class Nodes:
     def __init__(self, folder: Path, *flags: object, patient: Patient | None = None):
         self.folder, self.patient = folder, patient or Patient(folder)
         self.nodes = nodes_of((2, 1), Path("run"), *Patient.FLAGS, *ELASTIC, *flags)
+        for node in self.nodes:
+            node.flags.remove("--no-plot")
         self.playing = [self.start(node) for node in (0, 1)]
 
     def start(self, node: int) -> playing:
@@ -94,6 +97,7 @@ def test_a_disk_that_is_lost_with_its_node_takes_nothing_along(undisturbed, tmp_
     assert len(rows(nodes.files(1), "members")) == 1
 
 
+@pytest.mark.long
 def test_a_node_that_comes_back_with_an_empty_disk_gets_the_rows_that_it_has_missed(undisturbed, tmp_path):  # noqa: F811
     nodes = Nodes(tmp_path)
     nodes.wait_for(0, "train", 2 * EPOCH)

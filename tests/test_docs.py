@@ -10,7 +10,7 @@ from tests.harness import ROOT, flags_of, run
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = {"played_link.py"}  # of play_nodes.py
-SCRIPTS = sorted(path for path in (ROOT / "launch_scripts").glob("*") if path.name not in MODULES)
+SCRIPTS = sorted(path for path in (ROOT / "launch_scripts").glob("*.*") if path.name not in MODULES)
 TRAINERS = {path.name: path for path in ROOT.glob("*_ddp/*-*.py")}
 FOLDERS = ("mnist_ddp", "bert_ddp", "common", "launch_scripts", "tests", "docs", "benchmarks", r"\.ci")
 

@@ -274,6 +274,7 @@ with examination._stage("two", 0.05):
 """
 
 
+@pytest.mark.long
 def test_a_stage_that_does_not_end_is_named_in_the_report_and_ends_the_process():
     result = run("python", "-c", HANGS, cwd=ROOT)
     assert "two did not end: this rank did not answer in time" in errors(result)
@@ -327,6 +328,7 @@ def test_a_wrong_layout_on_one_node_is_named_on_both(tmp_path):
         assert "-g/--gpus 3,1" in errors(result) and "2,1" in errors(result)
 
 
+@pytest.mark.long
 def test_a_wrong_interface_on_one_node_is_named_on_both(tmp_path):
     for result in examine(tmp_path, second=("--interface", "eth77")):
         assert "node 1" in errors(result) and "--interface is eth77" in errors(result)

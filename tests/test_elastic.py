@@ -249,7 +249,7 @@ class Run:
         return last
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")
     under_way.kill(node)
@@ -259,6 +259,7 @@ def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed, tmp_
     require_same(tmp_path / "run", undisturbed, under_way.end())
 
 
+@pytest.mark.long
 def test_a_replacement_is_let_in_although_the_code_was_edited_meanwhile(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")
     with (under_way.patient.script.parent / "train.py").open("a") as file:
@@ -286,6 +287,7 @@ def test_a_node_that_comes_back_with_another_flag_is_refused_and_the_run_goes_on
     assert not any("let in rank 2" in cause for cause in causes(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_node_that_is_started_twice_and_a_stranger_change_nothing(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")
     second = under_way.start_beside(1)

@@ -28,11 +28,8 @@ def require_same(folder, alone, rank):
     assert largest_difference(weights(folder), weights(alone)) < 1e-9
 
 
-@pytest.mark.parametrize("rank, workers", [
-    (2, 0),
-    pytest.param(0, 1, marks=pytest.mark.long),
-    pytest.param(2, 1, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("rank, workers", [(2, 0), (0, 1), (2, 1)])
 def test_pretraining_goes_on_also_with_batches_of_processes(rank, workers, text, tmp_path):  # noqa: F811
     flags = flags_of(text, "mlm+nsp", "--precision", "fp64", "--epochs", 2)
     play(BERT, (1,), tmp_path / "alone", *flags)

@@ -17,10 +17,8 @@ PLAY = ROOT / "launch_scripts" / "play_nodes.py"
 LAYOUT = ("-n", 2, "-g", "2,1", "--device", "cpu")
 
 
-@pytest.mark.parametrize("program", [
-    ("-m", "common.hello"),
-    pytest.param((ROOT / "common" / "hello" / "__main__.py",), marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("program", [("-m", "common.hello"), (ROOT / "common" / "hello" / "__main__.py",)])
 def test_it_plays_a_module_or_a_script_from_any_folder(program, tmp_path):
     result = run("python", PLAY, *program, *LAYOUT, cwd=tmp_path)
     assert result.code == 0, result.output

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from common.record.plots import draw_curves
-from tests.harness import MNIST, play
+from tests.harness import MNIST, nodes_of, playing
 
 
 def more(*values):
@@ -98,7 +98,10 @@ def test_rows_of_an_earlier_version_without_loading_are_drawn():
 
 
 def test_a_run_on_uneven_ranks_leaves_a_picture(tmp_path):
-    play(MNIST, (3, 1), tmp_path, "--dataset", "digits", "--max-steps", 3, "--shares", "0,2,1,1")
+    nodes = nodes_of((3, 1), tmp_path, "--dataset", "digits", "--max-steps", 3, "--shares", "0,2,1,1")
+    for node in nodes:
+        node.flags.remove("--no-plot")
+    assert [result.code for result in playing(MNIST, nodes, tmp_path).results()] == [0, 0]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

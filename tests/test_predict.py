@@ -86,6 +86,7 @@ runpy.run_path({str(PREDICT)!r}, run_name="__main__")
 """
 
 
+@pytest.mark.long
 def test_killed_half_way_it_goes_on_without_doing_the_first_half_twice(model, text, tmp_path):
     alone, _ = predict((1,), tmp_path / "one", model, text)
     folder = tmp_path / "two"

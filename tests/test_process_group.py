@@ -95,6 +95,7 @@ def silent(tmp_path_factory):
     return {name: (folder, run.results()) for name, (folder, run) in runs.items()}
 
 
+@pytest.mark.long
 def test_a_chunk_may_take_longer_than_a_collective(silent):
     folder, results = silent["slow"]
     for result in results:

@@ -43,6 +43,12 @@ def test_the_seconds_of_all_runs_count_the_earlier_run_up_to_the_step_that_is_re
     assert summary["training_seconds"] - summary["seconds"] == pytest.approx(earlier, abs=0.002)
 
 
+def test_a_run_with_no_plot_draws_none_and_names_none(resumed):
+    folder, _, output = resumed
+    assert not (folder / "curves.png").exists()
+    assert f"files    {folder}: metrics.jsonl, run.json, checkpoints/latest" in output
+
+
 def test_rows_are_in_the_order_of_their_steps(resumed):
     steps = [json.loads(line)["step"] for line in (resumed[0] / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)

@@ -87,6 +87,7 @@ def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
 SLOW = {NEXT_STEP: f"                __import__('time').sleep(0.2 if step == 0 else 0)\n{NEXT_STEP}"}
 
 
+@pytest.mark.long
 def test_resumed_from_a_checkpoint_that_the_clock_asked_for_in_mid_epoch_it_ends_bit_for_bit_the_same(tmp_path):
     flags = (*FLAGS[: FLAGS.index("--save-every")], "--max-steps", 16)
     slow = altered(tmp_path / "slow_ddp", SLOW)

@@ -171,7 +171,8 @@ def test_augmentation_is_exact_and_new_in_every_epoch(exact):
     assert plain != other
 
 
-@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("persistent", [True, False])
 def test_augmentation_in_loader_workers_is_that_of_no_workers(exact, persistent):
     options = f"num_workers=2, persistent_workers={persistent}, multiprocessing_context='fork'"
     without = exact(more=AUGMENTED, data="Augmented(90)")

@@ -103,9 +103,8 @@ every_loader = pytest.mark.parametrize(
 our_loader = pytest.mark.parametrize("endless", ["ours on one rank"], indirect=True)
 
 
-@pytest.mark.parametrize("loader, launcher", [
-    pytest.param("stock", "own", marks=LONG), ("ours", "own"), pytest.param("stock", "torchrun", marks=LONG)
-])  # fmt: skip
+@LONG
+@pytest.mark.parametrize("loader, launcher", [("stock", "own"), ("ours", "own"), ("stock", "torchrun")])
 def test_a_run_that_is_done_returns_though_its_loader_lives(loader, launcher, tmp_path):
     script = trainer(tmp_path, loader, "globals()['BATCHES'] = batches")
     command = [script, "-g", 2]

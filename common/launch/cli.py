@@ -28,7 +28,7 @@ JOIN_TIMEOUT_SECONDS = 300.0
 MAY_DIFFER = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
-    *("out_dir", "device", "oversubscribe", "tensorboard", "secret_file"),
+    *("out_dir", "device", "oversubscribe", "no_plot", "tensorboard", "secret_file"),
 }
 LAYOUT = {field.name for field in fields(LayoutFlags)}
 # may change when a run is resumed: where and how it computes, and how long, but not what it optimises
@@ -45,6 +45,7 @@ MAY_CHANGE = {
         "keep",
         "eval_only",
         "log_every",
+        "no_plot",
         "tensorboard",
         "trace",
         "unit",
@@ -271,6 +272,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-every", type=values.positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
     )
+    group.add_argument("--no-plot", action="store_true", help="leave out curves.png, which takes a moment at the end")
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
     group.add_argument(
         "--trace",
@@ -465,6 +467,7 @@ def run_options(args: argparse.Namespace, name: str) -> RunOptions:
         save_every=args.save_every,
         async_save=args.async_save,
         log_every=args.log_every,
+        no_plot=args.no_plot,
         tensorboard=args.tensorboard,
         trace=args.trace,
         unit=getattr(args, "unit", "samples"),

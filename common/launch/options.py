@@ -69,6 +69,7 @@ class RunOptions:
     save_every: SaveEvery
     async_save: bool  # write checkpoints beside the training
     log_every: int  # steps between rows of metrics.jsonl
+    no_plot: bool
     tensorboard: bool
     trace: int | None  # steps
     unit: str  # what a batch is counted in: samples or rows

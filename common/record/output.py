@@ -151,11 +151,12 @@ class Output:
             return
         seconds = clock.seconds_here
         total, rate = clock.earlier_seconds + seconds, self.samples / seconds
-        spent = {name: ms / 1e3 for name, ms in self.spent_ms.items()}
-        spent["other"] = max(0.0, seconds - sum(spent.values()))  # between two steps, such as the exchange of a report
+        spent = {name: round(ms / 1e3, 3) for name, ms in self.spent_ms.items()}
+        other = seconds - sum(spent.values())  # between two steps, such as the exchange of a report
+        spent["other"] = max(0.0, round(other, 3))
         row = {"steps": step, "first_step": self.first_step, "samples_per_second": rate}
-        times = {"training_seconds": total, "seconds": seconds, **{f"{k}_seconds": spent[k] for k in spent}}
-        row |= {name: round(value, 3) for name, value in times.items()}
+        row |= {"training_seconds": round(total, 3), "seconds": round(seconds, 3)}
+        row |= {f"{name}_seconds": value for name, value in spent.items()}
         self.metrics.write("summary", step, **{**row, **last_eval, **numbers})
         self.metrics.close()
         found = f": {wording.measures(last_eval)}" if last_eval else ""
@@ -166,8 +167,11 @@ class Output:
         pace = f"{rate:,.0f} {self.options.unit}/s, {step_ms:,.1f} ms a step in the later half"
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
         self.say(f"time     {seconds:.1f} s of training{since}, {pace}; mean over ranks: {parts}", rank=0)
-        try:
-            plot_curves(self.metrics.path, self.folder / "curves.png")
-        except OSError as error:  # the training itself is done, and saved
-            self.say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
-        self.say(f"files    {self.folder}: curves.png, metrics.jsonl, run.json, checkpoints/latest", rank=0)
+        files = ["metrics.jsonl", "run.json", "checkpoints/latest"]
+        if not self.options.no_plot:
+            files.insert(0, "curves.png")
+            try:
+                plot_curves(self.metrics.path, self.folder / "curves.png")
+            except OSError as error:  # the training itself is done, and saved
+                self.say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
+        self.say(f"files    {self.folder}: {', '.join(files)}", rank=0)

@@ -27,7 +27,7 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     """Draw loss, evaluations and time by rank of `metrics`, a metrics.jsonl, into the PNG `picture`."""
     figure = draw_curves(read_metrics(metrics))
     aside = picture.with_name(f".{picture.name}")
-    figure.savefig(aside, format="png")
+    figure.savefig(aside, format="png", pil_kwargs={"compress_level": 1})
     aside.replace(picture)
 
 
@@ -61,6 +61,7 @@ def draw_curves(rows: Rows) -> Any:
     figure = _figure([curves, times] if changing else [[*curves, *times]])
     for axes in figure.axes:
         axes.grid(alpha=0.3)
+        axes.set_title(axes.get_title(), y=1.0)  # without y, matplotlib lays out all ticks once more to find its place
     return figure
 
 
