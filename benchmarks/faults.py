@@ -38,11 +38,11 @@ NAMED = re.compile(
 
 # moment -> the line of the trainer's code that comes next then
 MOMENTS = {
-    "forward": "                        with precision.autocast():\n",
-    "all-reduce": "                        precision.backward(",
+    "forward": "                    with run.autocast():\n",
+    "all-reduce": "                    run.backward(",
     "optimizer": "                scheduler.step()\n",
     "evaluation": "                    numbers = evaluate(",
-    "checkpoint": "                report.save(",
+    "checkpoint": "                run.save(",
 }
 HOLD = "__import__('ctypes').PyDLL(None).sleep(60)"  # a call that does not give the interpreter's lock away
 DO = {  # in the process itself

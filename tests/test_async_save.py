@@ -80,8 +80,9 @@ def test_a_run_has_the_checkpoints_that_it_has_without(tmp_path):
 
 
 def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_path):
-    line = "                report.save(step, net, identity | recipe, parts, args.keep"
-    slow = {line: f"{line}, lambda path: __import__('time').sleep(600 if 'step-00000020' in path.name else 0)"}
+    line = "                run.save("
+    waits = "lambda path: __import__('time').sleep(600 if 'step-00000020' in path.name else 0)"
+    slow = {line: f"{line}write_extra={waits}"}
     trainer = altered(tmp_path / "slow_ddp", slow)
     node = playing(trainer, nodes_of((2,), tmp_path / "run", *FLAGS, "--save-every", 10, "--async-save"), tmp_path)
     wait_until(lambda: any(row["step"] == 22 for row in rows_so_far(tmp_path / "run", "train")), node)
@@ -95,9 +96,9 @@ def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before
 
 
 def test_a_full_disk_ends_the_run_on_every_node_and_leaves_the_last_checkpoint(tmp_path):
-    line = "                report.save(step, net, identity | recipe, parts, args.keep"
+    line = "                run.save("
     full = "lambda path: 'step-00000020' in path.name and open('/dev/full', 'wb', 0).write(b'x')"
-    trainer = altered(tmp_path / "full_ddp", {line: f"{line}, {full}"})
+    trainer = altered(tmp_path / "full_ddp", {line: f"{line}write_extra={full}"})
     nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--save-every", 10, "--async-save")
     for node in playing(trainer, nodes, tmp_path).results():
         assert node.code == 1 and "Traceback" not in node.output, node.output

@@ -55,7 +55,7 @@ def test_data_that_differ_between_nodes_are_refused(tmp_path):
     nodes = [Node([*node.flags, "--data-dir", data]) for node, data in zip(nodes, (here, there), strict=True)]
     for result in playing(MNIST, nodes, tmp_path).results():
         assert result.code == 2, result.output
-        assert "has --dataset mnist, fingerprint" in result.output
+        assert "has data mnist " in result.output
 
 
 def test_data_that_cannot_be_downloaded_are_explained(tmp_path):

@@ -61,10 +61,15 @@ def test_logits_at_masked_positions_are_those_of_transformers(objective, padded,
         assert torch.allclose(follows, full.seq_relationship_logits, atol=1e-12)
 
 
+def sum_of(outputs):
+    """A scalar that depends on all outputs."""
+    return torch.stack([output.sum() for output in outputs if output is not None]).sum()
+
+
 @pytest.mark.parametrize("objective", ["mlm", "mlm+nsp"])
 def test_zero_rows_give_zero_gradients_to_every_weight(objective, build, tmp_path):
     net = build(options(tmp_path, objective=objective))
-    bert.sum_of(EmptyPartsApart(net, compiled=False, stand_in=True)(**inputs(0))).backward()
+    sum_of(EmptyPartsApart(net, compiled=False, pad_empty_batch=True)(**inputs(0))).backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
 
 
@@ -73,7 +78,7 @@ def test_checkpointed_activations_give_the_same_gradients(build, tmp_path):
     for again in (False, True):
         torch.manual_seed(0)
         net = build(options(tmp_path, checkpoint_activations=again, dropout=0.1))
-        bert.sum_of(net(**given)).backward()
+        sum_of(net(**given)).backward()
         found.append(net.bert.embeddings.word_embeddings.weight.grad)
     assert torch.allclose(*found, atol=1e-6)
 

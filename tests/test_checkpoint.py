@@ -14,16 +14,17 @@ from tests.harness import MNIST, nodes_of, play, playing
 from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 110, "--epochs", 1, "--lr", 1e-3)
-PARTS = "        parts: dict[str, Any] = {"
+PARTS = "        run.resume(net, optimizer=optimizer, scheduler=scheduler"
 WITH_EMA = {
     PARTS: f"""\
         from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
         ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         second = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-{PARTS}"ema": ema, "second": second, """,
+{PARTS}, ema=ema, second=second""",
     "optimizer.zero_grad()": "[second.step(), ema.update_parameters(net), optimizer.zero_grad()]",
-    "report.summary(step)": """report.summary(step)
-        torch.save([ema.state_dict(), second.state_dict()], args.out_dir / f"parts-of-{worker.rank}.pt")""",
+    "            run.end_step()\n": """            run.end_step()
+        torch.save([ema.state_dict(), second.state_dict()], args.out_dir / f"parts-of-{worker.rank}.pt")
+""",
 }
 
 
@@ -40,7 +41,7 @@ def test_an_average_of_the_weights_and_a_second_optimizer_are_restored_on_every_
 
 @pytest.mark.parametrize("saved_by, resumed_by, said", [
     ("plain", "ema_ddp", "it was saved without the part ema: resume without that part too"),
-    ("ema_ddp", "plain", "it was saved with the part ema, which this run lacks: give that part to resume() and save()"),
+    ("ema_ddp", "plain", "it was saved with the part ema, which this run lacks: give that part to resume() again"),
 ])  # fmt: skip
 def test_a_part_that_only_the_run_or_only_the_checkpoint_has_is_named_on_every_node(
     saved_by, resumed_by, said, tmp_path
@@ -129,7 +130,7 @@ def test_an_optimizer_that_is_not_among_the_parts_is_missed_before_training(tmp_
 
 
 def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_path):
-    trainer = altered(tmp_path / "half_ddp", {'"scheduler": scheduler, ': ""})
+    trainer = altered(tmp_path / "half_ddp", {", scheduler=scheduler": ""})
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
         assert "the part optimizer of a checkpoint has a schedule of learning rates, but no part" in node.output

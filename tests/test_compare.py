@@ -8,12 +8,13 @@ import pytest
 from tests.harness import MNIST, Result, play, run
 from tests.test_exactness import DIVIDES, altered
 from tests.test_first_answer import imported
+from tests.trainers import NEXT_STEP
 
 # Four steps an epoch, the last one of 358 samples. Shares of 4,4,1,1 make averages of ranks wrong.
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 360, "--label-smoothing", 0)
 STEPS = ("--max-steps", 8)
 UNEVEN = ("--shares", "4,4,1,1")
-NOTE = "report.note(step, loss_sum, lr, grad_norm"
+END = "            run.end_step()\n"
 
 
 def compare(*arguments: object) -> Result:
@@ -87,8 +88,7 @@ def test_a_balanced_run_is_named_so(right, equal):
                  marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
-    count = f"count={factor} * plan.global_count(step - 1)"
-    changes = {DIVIDES: f"micro_loss / ({factor} * plan.global_count(step))", f"{NOTE})": f"{NOTE}, {count})"}
+    changes = {DIVIDES: f"loss_sum / ({factor} * batch.global_count)"}
     play(altered(tmp_path / "scale_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS)
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output
@@ -98,7 +98,9 @@ def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
 
 @pytest.mark.long
 def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_path):
-    changes = {DIVIDES: "micro_loss / max(1, len(part)) / worker.world_size"}
+    mean = "run.precision.backpropagated += (loss_sum / batch.global_count).detach(); "
+    mean += "(loss_sum / max(1, len(micro.labels)) / worker.world_size).backward()"
+    changes = {f"run.backward({DIVIDES})": mean}
     play(altered(tmp_path / "mean_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS, *UNEVEN)
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output
@@ -109,7 +111,7 @@ def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_pa
 
 @pytest.mark.long
 def test_other_first_weights_are_asked_for_by_their_cause(right, tmp_path):
-    changes = {'derive_seed(args.seed, "weights")': 'derive_seed(args.seed, "weights", worker.world_size)'}
+    changes = {'run.seed("weights")': 'run.seed(f"weights{worker.world_size}")'}
     play(altered(tmp_path / "weights_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS)
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output
@@ -141,7 +143,7 @@ def test_fp32_layouts_agree_within_its_tolerance_and_differ_below_it_as_expected
 def test_fp32_that_drifts_slowly_away_is_expected(tmp_path):
     """How fast rounding grows depends on torch and the processor: here it grows by a fifth in each step."""
     flags = (*FLAGS, "--precision", "fp32", "--max-steps", 60, "--epochs", 50)
-    changes = {"loss_sum += micro_loss.detach()": "loss_sum += micro_loss.detach() * (1 + 1e-7 * 1.2**step)"}
+    changes = {END: f"            run.precision.backpropagated *= 1 + 1e-7 * 1.2**run.step\n{END}"}
     play(MNIST, (1,), tmp_path / "one", *flags)
     play(altered(tmp_path / "drift_ddp", changes), (1,), tmp_path / "other", *flags)
     result = compare(tmp_path / "one", tmp_path / "other")
@@ -150,7 +152,7 @@ def test_fp32_that_drifts_slowly_away_is_expected(tmp_path):
 
 
 def test_a_sudden_difference_in_the_middle_is_not_rounding(right, tmp_path):
-    changes = {"loss_sum += micro_loss.detach()": "loss_sum += micro_loss.detach() * (1 + 1e-6 * (step == 2))"}
+    changes = {END: f"            run.precision.backpropagated *= 1 + 1e-6 * (run.step == 2)\n{END}"}
     play(altered(tmp_path / "noise_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS)
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output
@@ -159,7 +161,8 @@ def test_a_sudden_difference_in_the_middle_is_not_rounding(right, tmp_path):
 
 
 def test_a_difference_at_the_first_step_of_an_epoch_is_told(right, tmp_path):
-    changes = {"sampler.set_epoch(epoch,": "sampler.set_epoch(0,"}
+    same = "            batches.sampler.order_of = lambda epoch: type(batches.sampler).order_of(batches.sampler, 0)\n"
+    changes = {NEXT_STEP: same + NEXT_STEP}
     play(altered(tmp_path / "epoch_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS)
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output
@@ -176,7 +179,7 @@ def test_a_run_that_was_resumed_agrees(right, tmp_path):
 
 def test_a_resume_that_loses_the_optimizer_is_told(right, tmp_path):
     play(MNIST, (1,), tmp_path / "run", *FLAGS, "--max-steps", 3)
-    changes = {"  # optimizer steps done": "\n        optimizer.state.clear()"}
+    changes = {"scheduler=scheduler)\n": "scheduler=scheduler)\n        optimizer.state.clear()\n"}
     play(altered(tmp_path / "forgets_ddp", changes), (1,), tmp_path / "run", *FLAGS, *STEPS, "--resume")
     result = compare(right, tmp_path / "run")
     assert result.code == 1, result.output

@@ -40,12 +40,12 @@ ELASTIC = ("--elastic", 1, "--timeout", 120)  # a rank that has ended is noticed
 
 # a place in the trainer's code -> what makes the rank end there, once
 MOMENTS = {
-    "backward": "                        precision.backward(",
-    "before the update": "                grad_norm = precision.step(",
-    "after the update": "                scheduler.step()\n",
-    "exchange": "                for done in report.exchange():",
-    "evaluation": "                    numbers = evaluate(",
-    "checkpoint": "                report.save(",
+    "backward": "                    run.backward(",
+    "before the update": "            run.optimizer_step(",
+    "after the update": "            scheduler.step()\n",
+    "exchange": "            run.end_step()\n",  # which exchanges what the ranks have noted
+    "evaluation": "                run.log_evaluation(",
+    "checkpoint": "                run.save(",
 }
 OFTEN_ENOUGH = [(0, "after the update"), (2, "checkpoint")]  # for every day; `make test-long` has all
 IMPORTS = "import torch\n"  # of the trainer, once
@@ -61,20 +61,22 @@ elastic_members.CAUSE_SECONDS = elastic_members.ANSWER_SECONDS = launch_supervis
 COMES_LATE = """    while worker.predecessor and '"members"' not in (args.out_dir / "metrics.jsonl").read_text():
         __import__("time").sleep(0.02)
 """
-BEGIN = "    with process_group(worker,"
+BEGIN = "    with Run(worker, args,"
 
 
 def does(moment: str, when: str, what: str) -> dict[str, str]:
     """The change with which a rank does something at a moment."""
     place = MOMENTS[moment]
+    if moment == "exchange":
+        what = f"run.report.exchange = lambda: {what}"
     indent = place[: -len(place.lstrip())]
     return {place: f"{indent}if {when}:\n{indent}    {what}\n{place}"}
 
 
 def dies(rank: int, moment: str = "backward", ranks: int = 3, imports: str = "") -> dict[str, str]:
     """The changes with which a rank dies once; the others go on without it, and then wait until all are there again."""
-    step = 46 if moment in ("exchange", "evaluation", "checkpoint") else 30
-    dying = does(moment, f"step == {step} and worker.rank == {rank} and not worker.membership", DIE)
+    step = {"exchange": 45, "evaluation": 46, "checkpoint": 46}.get(moment, 30)
+    dying = does(moment, f"run.step == {step} and worker.rank == {rank} and not worker.membership", DIE)
     return {**dying, BEGIN: COMES_LATE + BEGIN, **until_all_are_there(ranks, RETURN), IMPORTS: IMPORTS + imports}
 
 
@@ -360,7 +362,7 @@ replacing.SOON_SECONDS = 10_000.0
 
 @pytest.mark.long
 def test_a_rank_that_dies_again_and_again_is_left_out_and_its_neighbour_goes_on(undisturbed, tmp_path):
-    always = "step >= 30 and getattr(worker.membership, 'original', worker).rank == 1"
+    always = "run.step >= 30 and getattr(worker.membership, 'original', worker).rank == 1"
     changes = {**does("backward", always, "__import__('os')._exit(3)"), IMPORTS: IMPORTS + NEVER_LATE}
     under_way = Run(tmp_path / "run", changes=changes)
     said = "rank 1 has ended 3 times within 10000 s of its start: it is left out"
@@ -439,7 +441,7 @@ def test_spans_of_members_follow_the_rows():
 
 
 def test_a_signal_before_a_change_of_the_members_is_heeded_after_it(tmp_path):
-    once = "step == 30 and not worker.membership"  # one rank is signalled in the step in which another dies
+    once = "run.step == 30 and not worker.membership"  # one rank is signalled in the step in which another dies
     signalled = "__import__('os').kill(__import__('os').getpid(), 10 if worker.rank == 1 else 9)"
     dying = altered(tmp_path / "dying_ddp", does("backward", f"{once} and worker.rank", signalled))
     results = playing(dying, nodes_of((2, 1), tmp_path / "run", *Patient.FLAGS, *ELASTIC), tmp_path).results()

@@ -16,7 +16,7 @@ LAST = 12  # at the least
 
 def dying(folder, script, rank):
     """A copy of a trainer, in which a rank ends in its backward, once. Returns its script."""
-    dies = does("backward", f"step == {DIES} and worker.rank == {rank} and not worker.membership", DIE)
+    dies = does("backward", f"run.step == {DIES} and worker.rank == {rank} and not worker.membership", DIE)
     return altered(folder, {**dies, BEGIN: COMES_LATE + BEGIN, **until_all_are_there(3, RETURN)}, script)
 
 

@@ -95,9 +95,9 @@ def test_a_request_to_a_frozen_store_fails_once_it_is_cut_off():
 
 
 def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_path):
-    begin = "    with process_group(worker,"
+    begin = "    with Run(worker, args,"
     slow = "    if worker.predecessor:\n        print('loading', flush=True)\n        __import__('time').sleep(600)\n"
-    when = "step == 30 and worker.rank == 1 and not worker.membership"
+    when = "run.step == 30 and worker.rank == 1 and not worker.membership"
     patient = Patient(tmp_path, {**does("backward", when, DIE), begin: slow + begin})
     run = playing(patient.script, nodes_of((2,), tmp_path / "run", *Patient.FLAGS, *ELASTIC), tmp_path)
     wait_until(lambda: rows_so_far(tmp_path / "run", "members"), run)
@@ -111,7 +111,7 @@ def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_pat
 
 def test_a_rank_that_fails_with_an_explained_error_leaves_its_neighbour_at_work(undisturbed, tmp_path):  # noqa: F811
     fails = "from common.errors import UserError; raise UserError('a damaged sample')"
-    when = "step == 30 and worker.rank == 1 and not worker.membership"
+    when = "run.step == 30 and worker.rank == 1 and not worker.membership"
     failing = altered(tmp_path / "other_ddp", does("backward", when, fails))
     results = playing(failing, nodes_of((2, 1), tmp_path / "run", *FLAGS, *ELASTIC), tmp_path).results()
     assert [result.code for result in results] == [2, 0], results

@@ -47,7 +47,7 @@ def test_a_global_batch_smaller_than_the_world_is_exact_too(tmp_path):
     assert largest_difference(weights(tmp_path / "five"), weights(tmp_path / "one")) < 1e-10
 
 
-DIVIDES = "micro_loss / plan.global_count(step)"
+DIVIDES = "loss_sum / batch.global_count"
 
 
 def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
@@ -55,7 +55,7 @@ def test_averaging_each_ranks_mean_loss_would_fail(reference, tmp_path):
 
     Experiment 1 of docs/exactness.md.
     """
-    plain = altered(tmp_path / "plain_ddp", {DIVIDES: "micro_loss / max(1, len(part)) / worker.world_size"})
+    plain = altered(tmp_path / "plain_ddp", {DIVIDES: "loss_sum / max(1, len(micro.labels)) / worker.world_size"})
     play(plain, (3, 1), tmp_path, *FLAGS, "--shares", "4,4,1,1")
     assert largest_difference(weights(tmp_path), weights(reference)) > 1e-3
 
@@ -64,14 +64,7 @@ def test_a_wrong_count_agrees_on_every_layout_and_only_the_first_loss_shows_it(t
     """Experiment 2 of docs/exactness.md: an untrained network's loss must be near ln(number of classes)."""
     steps = ("--label-smoothing", 0, "--max-steps", 12)
     play(MNIST, (1,), tmp_path / "right", *FLAGS, *steps)
-    noted = "report.note(step, loss_sum, lr, grad_norm"
-    wrong = altered(
-        tmp_path / "count_ddp",
-        {
-            DIVIDES: "micro_loss / (2 * plan.global_count(step))",
-            f"{noted})": f"{noted}, count=2 * plan.global_count(step - 1))",
-        },
-    )
+    wrong = altered(tmp_path / "count_ddp", {DIVIDES: "loss_sum / (2 * batch.global_count)"})
     play(wrong, (1,), tmp_path / "one", *FLAGS, *steps)
     play(wrong, (3, 1), tmp_path / "four", *FLAGS, *steps, "--shares", "4,4,1,1")
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), abs=1e-12)
@@ -87,8 +80,8 @@ def test_lower_precision_trains_on_uneven_ranks(precision, tmp_path):
 
 
 def test_a_count_of_one_ranks_own_samples_is_refused(tmp_path):
-    noted = "report.note(step, loss_sum, lr, grad_norm"
-    script = altered(tmp_path / "own_ddp", {noted: f"{noted}, len(mine)"})
+    own = "batches.last = batch = __import__('dataclasses').replace(next(batches), global_count=batches.last.work)"
+    script = altered(tmp_path / "own_ddp", {"batch = next(batches)": own})
     nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS, "--shares", "3,2,1")
     results = playing(script, nodes, tmp_path).results()
     for result in results:
@@ -97,10 +90,12 @@ def test_a_count_of_one_ranks_own_samples_is_refused(tmp_path):
 
 
 HALF = {
-    "ddp.wrap(net, plan": "ddp.wrap(net.features, plan",
-    "model(micro.images)": "net.classifier(model(micro.images))",
+    "run.wrap(net, compute_loss,": "run.wrap(net.features, lambda model, batch: model(batch.images).sum(),",
+    "loss_sum, _ = compute_loss(model, micro, args.label_smoothing)": (
+        "loss_sum = cross_entropy(net.classifier(model(micro.images)), micro.labels, reduction='sum')"
+    ),
 }
-CLIPPED = "precision.step(model, args.clip_norm"
+CLIPPED = "run.optimizer_step(optimizer, "
 
 
 @pytest.mark.parametrize("clipped, said", [
@@ -108,6 +103,6 @@ CLIPPED = "precision.step(model, args.clip_norm"
     ("model", "that the model given to precision.step lacks, so it would not be clipped"),
 ])  # fmt: skip
 def test_a_network_that_is_not_wrapped_is_refused(clipped, said, tmp_path):
-    script = altered(tmp_path / "half_ddp", {**HALF, CLIPPED: f"precision.step({clipped}, args.clip_norm"})
+    script = altered(tmp_path / "half_ddp", {**HALF, CLIPPED: f"{CLIPPED}model={clipped}, "})
     for result in playing(script, nodes_of((2, 1), tmp_path / "run", *FLAGS), tmp_path).results():
         assert result.code == 2 and said in result.output

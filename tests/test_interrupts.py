@@ -148,9 +148,7 @@ def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
 
 def test_a_loader_whose_processes_end_does_not_interrupt_the_run(tmp_path):
     """Their end sends SIGCHLD, for which torch has a handler in Python."""
-    loading = {
-        "part_loader(train_set, sampler, args.seed)": "part_loader(train_set, sampler, args.seed, num_workers=1)"
-    }
+    loading = {"run.global_batches(train_set)": "run.global_batches(train_set, num_workers=1)"}
     forked = altered(tmp_path / "forked_ddp", loading)
     said = play(forked, (2,), tmp_path / "run", *FLAGS, "--epochs", 3)[0].output
     assert "interrupted" not in said and "done " in said

@@ -11,7 +11,7 @@ from tests.trainers import altered
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 800, "--max-steps", 3)
 # A sample takes about a megabyte: 64 x 64 pixels
 LARGE = {"ConvNet(train_set.side)": "torch.nn.Sequential(torch.nn.Upsample(scale_factor=8), ConvNet(64))"}
-START = '        torch.manual_seed(derive_seed(args.seed, "weights"))\n'
+START = '        run.seed("weights")\n'
 LIMIT = """        if worker.rank == 1:
             import resource
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

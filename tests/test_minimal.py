@@ -58,17 +58,17 @@ import sys
 import torch
 import torch.distributed as dist
 from common.uneven import ddp
-from common.uneven.batching import plan_batches
-from common.uneven.timer import StepTimer
+from common.uneven.global_batches import GlobalBatchLoader
 
 dist.init_process_group("gloo")
 sys.setswitchinterval(1.0)  # nothing takes the interpreter's lock from the main thread
-timer, net = StepTimer(torch.device("cpu")), torch.nn.Linear(4, 4)
-plan = plan_batches(64, 4, dist.get_world_size())
-model = ddp.wrap(net, plan, timer, lambda model: model(torch.zeros(0, 4)).sum())
-for _ in timer.steps([0] * 3, 3):
-    with ddp.reduce_gradients_if(True, model, timer):
-        model(torch.ones(1, 4)).sum().backward()
+net = torch.nn.Linear(4, 4)
+batches = GlobalBatchLoader(torch.ones(12, 4), 4)
+model = ddp.wrap(net, batches, lambda model, micro: model(micro).sum())
+for batch in batches:
+    for micro, is_last in batch.micro_batches():
+        with model.no_sync(enabled=not is_last):
+            model(micro).sum().backward()
 """
 
 

@@ -19,7 +19,7 @@ LENGTHS = [3, 17, 9, 9, 17, 4, 1, 16, 12]
 @pytest.fixture(scope="module")
 def net(tmp_path_factory):
     net = BertForTokenClassification.from_pretrained(save_model(tmp_path_factory.mktemp("model")), num_labels=4)
-    choose_packed_passes(net, None)
+    choose_packed_passes(net)
     replace_dropout(net)
     use_own_attention(net)
     return net.double()
@@ -88,9 +88,9 @@ def test_packed_rows_have_dropout_too(net, rows):
 @pytest.mark.parametrize(("device_type", "compiled"), [("cuda", False), ("cpu", True)])
 def test_on_a_gpu_and_in_compiled_models_nothing_is_packed(device_type, compiled, rows, tmp_path):
     net = BertForTokenClassification.from_pretrained(save_model(tmp_path), num_labels=4)
-    cut = choose_passes(net, rows, torch.device(device_type), None, compiled)
+    cut = choose_passes(net, rows, torch.device(device_type), compiled)
     assert type(net) is BertForTokenClassification
-    assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.get_batch(range(len(LENGTHS)))))
+    assert not any(isinstance(batch, PackedBatch) for batch, _ in cut(rows.get_batch(range(len(LENGTHS))), None))
 
 
 def test_a_model_that_takes_packed_rows_is_saved_as_transformers_own(net, tmp_path):

@@ -27,7 +27,7 @@ def uninterrupted(tmp_path_factory):
 
 def endless(folder: Path, steps: int) -> Path:
     """The script of a trainer that does so many steps and then waits to be killed; it keeps the run's folder locked."""
-    waits = f"                while step >= {steps}:\n                    __import__('time').sleep(1)\n"
+    waits = f"            while run.step >= {steps}:\n                __import__('time').sleep(1)\n"
     return altered(folder / f"endless_{steps}_ddp", {NEXT_STEP: waits + NEXT_STEP})
 
 
@@ -84,7 +84,7 @@ def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
 
 
 # The ranks exchange their clocks after the first step, and a checkpoint is due after the second.
-SLOW = {NEXT_STEP: f"                __import__('time').sleep(0.2 if step == 0 else 0)\n{NEXT_STEP}"}
+SLOW = {NEXT_STEP: f"            __import__('time').sleep(0.2 if run.step == 0 else 0)\n{NEXT_STEP}"}
 
 
 @pytest.mark.long

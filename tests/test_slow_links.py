@@ -6,6 +6,7 @@ import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights, write_trainer
 from tests.test_bad_input import refusal
+from tests.test_balanced_runs import FORWARD
 from tests.test_memory import LARGE
 from tests.trainers import altered
 
@@ -14,15 +15,17 @@ DIGITS = ("--dataset", "digits", "--global-batch", 110)
 AVERAGES = ("--outer-lr", 1, "--outer-momentum", 0)
 # An inner optimizer without a state of its own, as the equality with DDP needs
 SGD = {
-    "torch.optim.AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)": (
+    "AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)": (
         "torch.optim.SGD(net.parameters(), args.lr)"
     ),
-    "OneCycleLR(optimizer, args.lr, total_steps=schedule_steps)": "ConstantLR(optimizer, 1.0)",
+    "OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)": (
+        "torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)"
+    ),
 }
 SAME_WEIGHTS = {
-    "        report.summary(step)": "        vector = torch.nn.utils.parameters_to_vector(net.parameters())\n"
-    "        group.agree(weights=vector.double().sum().item())\n"
-    "        report.summary(step)"
+    "            run.end_step()\n": "            run.end_step()\n"
+    "        vector = torch.nn.utils.parameters_to_vector(net.parameters())\n"
+    "        run.group.agree(weights=vector.double().sum().item())\n"
 }
 
 
@@ -198,31 +201,30 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
 
 TOKENS = """
 from common.uneven import ddp
-from common.uneven.batches import micro_batches
-from common.uneven.batching import plan_batches
-from common.uneven.loading import part_loader
+from common.uneven.global_batches import GlobalBatchLoader
 from common.uneven.node_steps import NodeSteps
-from common.uneven.timer import StepTimer
-from common.uneven.token_balance import TokenBalancedSampler
 """
 TOKEN_BODY = """
-timer, lengths = StepTimer(group.device), [1, 30, 2, 2, 9, 1, 1, 4, 25, 1, 3, 2, 7]  # the last step has one row
-data = torch.utils.data.TensorDataset(torch.arange(13.0, dtype=torch.float64)[:, None])
-plan = plan_batches(len(data), 4, worker.world_size)
-sampler = TokenBalancedSampler(plan, worker.rank, 0, lengths)
+lengths = [1, 30, 2, 2, 9, 1, 1, 4, 25, 1, 3, 2, 7]  # the last step has one row
+batches = GlobalBatchLoader(torch.arange(13.0, dtype=torch.float64)[:, None], 4, lengths=lengths)
 net = torch.nn.Linear(1, 1).double()
 torch.nn.init.ones_(net.weight), torch.nn.init.zeros_(net.bias)
-nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, {every})
+nodes = NodeSteps(net, batches.sampler, batches.timer, group.ranks_of_nodes, {every})
 optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-model = ddp.wrap(net, plan, timer, lambda model: model(torch.zeros(0, 1).double()).sum(), nodes=nodes)
-sampler.set_epoch(0)
-for step, part in enumerate(timer.steps(part_loader(data, sampler), len(sampler))):
-    for (x,), is_last in micro_batches(part, sampler.part(step, worker.rank), None):
-        with ddp.reduce_gradients_if(is_last, model, timer):
-            (model(x).square().sum() / plan.global_count(step)).backward()
+
+
+def compute_loss(model, micro):
+    return model(micro).square().sum()
+
+
+model = ddp.wrap(net, batches, compute_loss, nodes=nodes)
+for batch in batches:
+    for micro, is_last in batch.micro_batches():
+        with model.no_sync(enabled=not is_last):
+            (compute_loss(model, micro) / batch.global_count).backward()
     optimizer.step()
     optimizer.zero_grad()
-    nodes.end_step(False, False, now=step == 3)
+    nodes.end_step(False, False, now=batch.step == 3)
 if worker.is_main:
     Path(args.out_dir, "weight").write_text(repr(net.weight.item()))
 """
@@ -239,10 +241,8 @@ def test_a_nodes_samples_are_those_of_the_sampler_where_parts_are_balanced_by_to
 
 
 DELAYED = """
-timer, data = StepTimer(group.device), list(range(22))
-plan = plan_batches(len(data), 2, 2)
-sampler, net = UnevenDistributedSampler(plan, worker.rank, 0), torch.nn.Linear(1, 1, bias=False).double()
-nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, every=4, delay=2)
+batches, net = GlobalBatchLoader(range(22), 2), torch.nn.Linear(1, 1, bias=False).double()
+nodes = NodeSteps(net, batches.sampler, batches.timer, group.ranks_of_nodes, every=4, delay=2)
 torch.nn.init.zeros_(net.weight)
 nodes.start()
 found = []
@@ -307,8 +307,7 @@ def test_a_checkpoint_of_such_a_run_does_not_fit_another_optimisation(tmp_path):
 
 def test_shares_follow_speed_with_outer_steps_too(tmp_path):
     changes = {
-        "logits = model(micro.images)": "time.sleep(len(micro.labels) * (4e-3 * (worker.rank == 1))); "
-        "logits = model(micro.images)",
+        FORWARD: f"time.sleep(len(micro.labels) * (4e-3 * (worker.rank == 1))); {FORWARD}",
         "import torch\n": "import time, torch\n",
     }
     slow = altered(tmp_path / "slow_ddp", changes)
@@ -318,9 +317,9 @@ def test_shares_follow_speed_with_outer_steps_too(tmp_path):
 
 
 def test_a_node_that_is_lost_between_outer_steps_ends_the_run_on_the_other(tmp_path):
-    ends = "                if step == 7 and worker.rank == 2:\n                    os.kill(os.getpid(), 9)\n"
-    step = "                step += 1\n"
-    dies = altered(tmp_path / "dying_ddp", {step: step + ends, "import math\n": "import math, os\n"})
+    ends = "            if run.step == 6 and worker.rank == 2:\n                os.kill(os.getpid(), 9)\n"
+    step = "            run.end_step()\n"
+    dies = altered(tmp_path / "dying_ddp", {step: ends + step, "import math\n": "import math, os\n"})
     nodes = nodes_of((2, 1), tmp_path, *DIGITS, "--sync-every", 5)
     first, second = playing(dies, nodes, tmp_path).results()
     assert first.code and second.code

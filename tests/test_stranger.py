@@ -17,14 +17,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from common.uneven import ddp
-from common.uneven.batches import micro_batches, move
-from common.uneven.batching import plan_batches
-from common.uneven.checks import first_loss_problem
 from common.uneven.global_batch import gather_rows, global_batch_norm
-from common.uneven.loading import part_loader
-from common.uneven.sampling import UnevenDistributedSampler
-from common.uneven.timer import StepTimer
-from common.uneven.token_balance import TokenBalancedSampler
+from common.uneven.global_batches import GlobalBatchLoader
 
 
 class Samples(Dataset):
@@ -45,43 +39,42 @@ class Samples(Dataset):
 STRANGER = {
     "more": "",  # classes and functions
     "data": "Samples(90)",
-    "sampler": "UnevenDistributedSampler(plan, worker.rank, 3)",
-    "loader": "part_loader(data, sampler)",
+    "loader": "",  # further arguments of GlobalBatchLoader
     "micro_batch": "7",
     "net": "nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 10))",
     "optimizer": "torch.optim.AdamW(net.parameters(), 0.02)",
-    "empty": "model(torch.zeros(0, 6, dtype=torch.float64)).sum()",
-    "wrap": "",  # further arguments
-    "mine": "plan.part(step, worker.rank)",
     "loss": "cross_entropy(model(micro[0]), micro[1], reduction='sum')",
-    "count": "plan.global_count(step)",
+    "wrapped_loss": "compute_loss",  # the function that wrap is given
+    "wrap": "",  # further arguments
+    "count": "batch.global_count",
     "after": "pass",  # each step
 }
 BODY = """
-timer, data = StepTimer(group.device), {data}
-plan = plan_batches(len(data), 40, worker.world_size)
-sampler = {sampler}
-loader = {loader}
+data = {data}
+batches = GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch={micro_batch}, dtype=torch.float64, {loader})
 torch.manual_seed(0)
 net = {net}.double()
 optimizer = {optimizer}
-model = ddp.wrap(net, plan, timer, lambda model: {empty}, {wrap})
-step, losses = 0, []
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for part in timer.steps(loader, len(sampler)):
-        loss_sum = torch.zeros((), dtype=torch.float64)
-        for micro, is_last in micro_batches(move(part, group.device, torch.float64), {mine}, {micro_batch}):
-            with ddp.reduce_gradients_if(is_last, model, timer):
-                loss = {loss}
-                (loss / {count}).backward()
-            loss_sum += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(loss_sum)
-        losses.append(float(loss_sum / {count}))
-        step += 1
-        {after}
+
+
+def compute_loss(model, micro):
+    return {loss}
+
+
+model = ddp.wrap(net, batches, {wrapped_loss}, {wrap})
+losses = []
+for batch in batches:
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for micro, is_last in batch.micro_batches():
+        with model.no_sync(enabled=not is_last):
+            loss = compute_loss(model, micro)
+            (loss / {count}).backward()
+        loss_sum += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss_sum)
+    losses.append(float(loss_sum / {count}))
+    {after}
 if worker.is_main:
     Path(args.out_dir, "losses.json").write_text(json.dumps(losses))
 """
@@ -176,7 +169,7 @@ def test_augmentation_is_exact_and_new_in_every_epoch(exact):
 def test_augmentation_in_loader_workers_is_that_of_no_workers(exact, persistent):
     options = f"num_workers=2, persistent_workers={persistent}, multiprocessing_context='fork'"
     without = exact(more=AUGMENTED, data="Augmented(90)")
-    assert exact(more=AUGMENTED, data="Augmented(90)", loader=f"part_loader(data, sampler, {options})") == without
+    assert exact(more=AUGMENTED, data="Augmented(90)", loader=options) == without
 
 
 def test_samples_of_a_class_of_ones_own_are_exact_with_a_collate_function(exact):
@@ -196,7 +189,7 @@ def together(points):
     return torch.stack([point.place for point in points]), torch.tensor([point.label for point in points])
 """,
         data="Points(90)",
-        loader="part_loader(data, sampler, collate=together)",
+        loader="collate=together",
     )
 
 
@@ -231,13 +224,9 @@ class Next(nn.Module):
         return self.head(self.embedding(tokens).relu())
 """,
         data="Sentences(90)",
-        sampler="TokenBalancedSampler(plan, worker.rank, 3, data.lengths)",
-        mine="sampler.part(step, worker.rank)",
-        loader="part_loader(data, sampler, collate=padded)",
+        loader="collate=padded, lengths=data.lengths, counts=data.lengths",
         net="Next()",
-        empty="model(torch.zeros(0, 3, dtype=torch.int64)).sum()",
         loss="cross_entropy(model(micro['tokens']).flatten(0, 1), micro['labels'].flatten(), reduction='sum')",
-        count="sampler.sums_in_steps(data.lengths)[step]",
     )
 
 
@@ -275,7 +264,8 @@ def contrast(model, points, plan, step, rank):
     return cross_entropy(similar, (places ^ 1).clamp(max=len(everyone) - 1), reduction="sum")
 """,
         micro_batch="None",
-        loss="contrast(model, micro[0], plan, step, worker.rank)",
+        wrapped_loss="lambda model, micro: model(micro[0]).sum()",
+        loss="contrast(model, micro[0], batches.plan, batch.step, worker.rank)",
     )
 
 
@@ -297,9 +287,10 @@ def contrast(model, one, two, plan, step, rank):
     return loss_sum
 """,
         micro_batch="None",
-        wrap="whole_parts=True",
-        loss="contrast(model, micro[0], 0.9 * micro[0] + 0.1, plan, step, worker.rank)",
-        count="(2 * plan.global_count(step))",
+        wrap="no_micro_batches=True",
+        wrapped_loss="lambda model, micro: model(micro[0]).sum()",
+        loss="contrast(model, micro[0], 0.9 * micro[0] + 0.1, batches.plan, batch.step, worker.rank)",
+        count="(2 * batch.global_count)",
     )
 
 
@@ -333,65 +324,61 @@ class Reshapes(nn.Module):
 """
 
 
-def test_a_stand_in_reaches_inputs_within_a_dict(exact):
+def test_the_row_that_pads_an_empty_batch_reaches_inputs_within_a_dict(exact):
     exact(
         more=RESHAPES.replace("forward(self, points):", "forward(self, batch):\n        points = batch['points']"),
         net="Reshapes()",
-        wrap="stand_in=True",
+        wrap="pad_empty_batch=True",
         data="Samples(82)",
-        empty="model({'points': torch.zeros(0, 6, dtype=torch.float64)}).sum()",
         loss="cross_entropy(model({'points': micro[0]}), micro[1], reduction='sum')",
     )
 
 
-def test_a_model_that_refuses_a_batch_of_no_rows_is_exact_with_a_stand_in(exact):
-    exact(more=RESHAPES, net="Reshapes()", wrap="stand_in=True", data="Samples(82)")  # a last step of two samples
+def test_a_model_that_refuses_an_empty_batch_is_exact_where_it_is_padded(exact):
+    exact(
+        more=RESHAPES, net="Reshapes()", wrap="pad_empty_batch=True", data="Samples(82)"
+    )  # a last step of two samples
 
 
 # --- two networks, each with a loss and an optimizer of its own ---------------------------------------------------
 
 TWO = """
-timer, data = StepTimer(group.device), Samples(90)
-plan = plan_batches(len(data), 40, worker.world_size, (3, 2, 2, 1)[: worker.world_size])
-sampler = UnevenDistributedSampler(plan, worker.rank, 3)
-loader = part_loader(data, sampler)
+data = Samples(90)
+shares = (3, 2, 2, 1)[: worker.world_size]
+batches = GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch=5, shares=shares, dtype=torch.float64)
 torch.manual_seed(0)
 maker, critic = (nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width)).double() for width in (6, 1))
 optimizers = torch.optim.Adam(maker.parameters(), 3e-3), torch.optim.SGD(critic.parameters(), 0.05, momentum=0.9)
-empty = torch.zeros(0, 6, dtype=torch.float64)
-made, judged = (ddp.wrap(net, plan, timer, lambda model: model(empty).sum()) for net in {wrapped})
-step, losses = 0, []
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for part in timer.steps(loader, len(sampler)):
-        loss_sum, count = torch.zeros((), dtype=torch.float64), plan.global_count(step)
-        for (x, _), is_last in micro_batches(move(part, group.device, torch.float64), plan.part(step, worker.rank), 5):
-            {before}
-            {critic_step}
-                both = {judge}(torch.cat([x, maker(x).detach()]))
-                loss = nn.functional.softplus(-both[: len(x)]).sum() + nn.functional.softplus(both[len(x) :]).sum()
-                (loss / count).backward()
-            loss_sum += loss.detach()
-            {between}
-            critic.requires_grad_({critic_learns})
-            with ddp.reduce_gradients_if(is_last, made, timer):
-                fake = {fake}
-                loss = (fake - x).square().sum() + nn.functional.softplus(-{critic}(fake)).sum()
-                (loss / count).backward()
-            critic.requires_grad_(True)
-            loss_sum += loss.detach()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        {reduce_loss}
-        losses.append(float(loss_sum / count))
-        step += 1
+made, judged = (ddp.wrap(net, batches, lambda model, micro: model(micro[0]).sum()) for net in {wrapped})
+losses = []
+for batch in batches:
+    step, count, loss_sum = batch.step, batch.global_count, torch.zeros((), dtype=torch.float64)
+    for (x, _), is_last in batch.micro_batches():
+        {before}
+        {critic_step}
+            both = {judge}(torch.cat([x, maker(x).detach()]))
+            loss = nn.functional.softplus(-both[: len(x)]).sum() + nn.functional.softplus(both[len(x) :]).sum()
+            (loss / count).backward()
+        loss_sum += loss.detach()
+        {between}
+        critic.requires_grad_({critic_learns})
+        with made.no_sync(enabled=not is_last):
+            fake = {fake}
+            loss = (fake - x).square().sum() + nn.functional.softplus(-{critic}(fake)).sum()
+            (loss / count).backward()
+        critic.requires_grad_(True)
+        loss_sum += loss.detach()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    {reduce_loss}
+    losses.append(float(loss_sum / count))
 if worker.is_main:
     Path(args.out_dir, "losses.json").write_text(json.dumps(losses))
 """
 ONE_LOOP = {
     "wrapped": "(maker, critic)",
-    "critic_step": "with ddp.reduce_gradients_if(is_last, judged, timer):",
+    "critic_step": "with judged.no_sync(enabled=not is_last):",
     "judge": "judged",
     "reduce_loss": "dist.all_reduce(loss_sum)",
     "before": "pass",
@@ -421,8 +408,8 @@ def test_two_networks_in_one_loop_are_exact_though_ranks_have_different_numbers_
 
 
 @pytest.mark.parametrize("changed, said", [
-    ({"before": "early = made(x)", "fake": "early"}, "the wrapped model runs outside of its own `with reduce_grad"),
-    ({"critic": "judged"}, "the wrapped model runs outside of its own `with reduce_gradients_if"),
+    ({"before": "early = made(x)", "fake": "early"}, "the wrapped model runs outside of its own `with model.no_"),
+    ({"critic": "judged"}, "the wrapped model runs outside of its own `with model.no_sync"),
     ({"critic_learns": "True"}, "gradients in 0.weight, 0.bias, 2.weight and 1 more of another one (a Sequential)"),
 ])  # fmt: skip
 def test_gradients_that_no_rank_exchanges_are_refused(two_networks, changed, said):
@@ -460,51 +447,42 @@ def test_an_evaluation_with_dropout_in_training_mode_is_said(outputs):
         assert ("a forward without gradients while 1 (Dropout) is in training mode" in results[0].output) == said
 
 
-@pytest.mark.parametrize("loader", [
-    "DataLoader(data, batch_size=10, shuffle=True)",  # the size of a part
-    "DataLoader(data, batch_sampler=sampler)",
-])  # fmt: skip
-def test_a_stock_loader_is_refused(refused, loader):
-    refused("a plain DataLoader knows no empty parts", "part_loader(data, sampler, seed)", loader=loader)
+def test_a_stock_loader_is_refused(outputs, monkeypatch):
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("net, batches,", "net, DataLoader(data, batch_size=10),"))
+    results, _ = outputs((2, 1))
+    assert all(result.code == 2 and "Traceback" not in result.output for result in results)
+    assert "wrap() got a DataLoader" in results[0].output
+    assert "write batches = GlobalBatchLoader(dataset, global_batch, seed=..., epochs=...)" in results[0].output
 
 
-def test_parts_of_another_size_than_in_the_plan_are_refused(refused):
+def test_a_collate_function_that_loses_samples_is_refused(refused):
     refused(
-        "the data loader gave 64 rows, but this rank's part of the global batch has 14",
-        "part_loader(data, sampler, seed)",
-        loader="[torch.utils.data.default_collate([data[i] for i in range(64)])] * 3",
+        "the loader gave 1 rows, but this rank's part of the global batch has 14",
+        "a row for each sample",
+        loader="collate=lambda samples: torch.utils.data.default_collate(samples[:1])",
     )
 
 
-def test_a_loop_that_does_not_check_its_loader_is_refused(outputs, monkeypatch):
-    monkeypatch.setitem(globals(), "BODY", BODY.replace("timer.steps(loader, len(sampler))", "loader"))
+def test_a_loop_over_another_loader_is_refused(outputs, monkeypatch):
+    other = "for batch in GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch=7, dtype=torch.float64):"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("for batch in batches:", other))
     results, _ = outputs((2, 1))
     assert all(result.code == 2 for result in results)
-    assert "write `for part in timer.steps(loader, steps)`" in results[0].output
+    assert "does not take its batches from the GlobalBatchLoader that wrap() was given" in results[0].output
 
 
-def test_plain_ddp_is_refused(outputs, monkeypatch):
-    plain = "model = torch.nn.parallel.DistributedDataParallel(net)\nstep, losses = 0, []"
-    monkeypatch.setitem(globals(), "BODY", BODY.replace("step, losses = 0, []", plain))
-    (result,), _ = outputs((1,))
-    assert result.code == 2
-    assert "the model is a DistributedDataParallel: use what common.uneven.ddp.wrap(...) returns" in result.output
-
-
-def test_plain_ddp_that_does_without_reduce_gradients_is_refused_after_its_first_step(outputs, monkeypatch):
-    plain = BODY.replace("ddp.wrap(net, plan, timer, lambda model: {empty}, {wrap})", "nn.parallel.DDP(net)")
-    plain = plain.replace("ddp.reduce_gradients_if(is_last, model, timer)", "model.no_sync()")
-    monkeypatch.setitem(globals(), "BODY", plain.replace("nn.parallel.DDP", "nn.parallel.DistributedDataParallel"))
+def test_plain_ddp_is_refused_after_its_first_step(outputs, monkeypatch):
+    plain = BODY.replace("ddp.wrap(net, batches, {wrapped_loss}, {wrap})", "nn.parallel.DistributedDataParallel(net)")
+    plain = plain.replace("model.no_sync(enabled=not is_last)", "model.no_sync()")
+    monkeypatch.setitem(globals(), "BODY", plain)
     results, _ = outputs((2, 1))
     assert all(result.code == 2 for result in results)
     assert "the gradients of this step were not exchanged: put forward and backward" in results[0].output
 
 
-@pytest.mark.parametrize("spaces", [12, 16])  # after reduce_gradients_if, and within
+@pytest.mark.parametrize("spaces", [8, 12])  # after no_sync, and within
 def test_gradients_that_are_clipped_between_micro_batches_are_refused(outputs, monkeypatch, spaces):
-    clips = (
-        f"{' ' * (spaces - 12)}nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n            loss_sum += loss.detach()"
-    )
+    clips = f"{' ' * (spaces - 8)}nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n        loss_sum += loss.detach()"
     monkeypatch.setitem(globals(), "BODY", BODY.replace("loss_sum += loss.detach()", clips))
     results, _ = outputs((2, 1))
     assert all(result.code == 2 for result in results)
@@ -522,9 +500,12 @@ def test_batch_norm_over_the_global_batch_refuses_micro_batches(refused):
     refused("leave out --micro-batch", net=f"global_batch_norm({NORMAL})", micro_batch="4")
 
 
-def test_a_stand_in_row_may_not_count_in_statistics_of_the_global_batch(refused):
+def test_the_row_that_pads_an_empty_batch_may_not_count_in_statistics_of_the_global_batch(refused):
     refused(
-        "would count its row of zeros", net=f"global_batch_norm({NORMAL})", micro_batch="None", wrap="stand_in=True"
+        "would count its row of zeros",
+        net=f"global_batch_norm({NORMAL})",
+        micro_batch="None",
+        wrap="pad_empty_batch=True",
     )
 
 
@@ -578,8 +559,8 @@ def test_parameters_that_only_an_earlier_micro_batch_reaches_are_refused(refused
     )
 
 
-def test_a_model_that_refuses_a_batch_of_no_rows_is_told_what_to_write(refused):
-    refused("the model refuses a batch of no rows", "wrap(..., stand_in=True)", more=RESHAPES, net="Reshapes()")
+def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(refused):
+    refused("the model refuses an empty batch", "wrap(..., pad_empty_batch=True)", more=RESHAPES, net="Reshapes()")
 
 
 def test_data_of_another_length_on_one_rank_are_refused(refused):
@@ -623,7 +604,7 @@ def masked(samples):
     points, labels = torch.utils.data.default_collate(samples)
     return points * (torch.rand_like(points) > 0.1), labels
 """,
-        loader="part_loader(data, sampler, collate=masked)",
+        loader="collate=masked",
     )
 
 
@@ -635,7 +616,7 @@ def masked(samples):
     points, labels = torch.utils.data.default_collate(samples)
     return points * (torch.rand_like(points) > 0.1), labels
 """,
-        loader="part_loader(data, sampler, collate=masked, num_workers=1, multiprocessing_context='fork')",
+        loader="collate=masked, num_workers=1, multiprocessing_context='fork'",
     )
 
 
@@ -655,17 +636,24 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_a_part_of_a_loss_over_the_global_batch_is_refused(refused):
-    refused("needs all 13 rows of this rank in one forward", loss="gather_rows(model(micro[0]), plan, step).sum()")
+    refused(
+        "needs all 13 rows of this rank in one forward",
+        wrapped_loss="lambda model, micro: model(micro[0]).sum()",
+        loss="gather_rows(model(micro[0]), batches.plan, batch.step).sum()",
+    )
 
 
 def test_a_loss_that_needs_whole_parts_refuses_micro_batches(refused):
-    refused("need this rank's whole part in one forward", wrap="whole_parts=True", micro_batch="4")
+    refused("need this rank's whole part in one forward", wrap="no_micro_batches=True", micro_batch="4")
 
 
 def test_views_that_are_gathered_together_are_refused(refused):
     both = "torch.cat([model(micro[0]), model(micro[0])])"
     refused(
-        "gather each view of the samples by itself", loss=f"gather_rows({both}, plan, step).sum()", micro_batch="None"
+        "gather each view of the samples by itself",
+        wrapped_loss="lambda model, micro: model(micro[0]).sum()",
+        loss=f"gather_rows({both}, batches.plan, batch.step).sum()",
+        micro_batch="None",
     )
 
 
@@ -677,7 +665,7 @@ def short(samples):
     points, labels = torch.utils.data.default_collate(samples)
     return points, labels[:3]
 """,
-        loader="part_loader(data, sampler, collate=short)",
+        loader="collate=short",
     )
 
 
@@ -687,8 +675,7 @@ def short(samples):
 @pytest.mark.parametrize("reduction, is_said", [("sum", False), ("mean", True)])
 def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, reduction, is_said):
     loss = f"cross_entropy(model(micro[0]), micro[1], reduction='{reduction}')"
-    results, _ = outputs(
-        (2, 1), loss=loss, micro_batch="None", after="step == 1 and print(first_loss_problem(losses[0], math.log(10)))",
-        more="\nimport math\n",
-    )  # fmt: skip
+    said = "len(losses) == 1 and print(first_loss_problem(losses[0], math.log(10)))"
+    imports = "\nimport math\nfrom common.uneven.checks import first_loss_problem\n"
+    results, _ = outputs((2, 1), loss=loss, micro_batch="None", after=said, more=imports)
     assert ("but an untrained model should begin near 2.303" in results[0].output) == is_said

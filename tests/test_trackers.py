@@ -8,7 +8,7 @@ from tests.harness import MNIST, play
 from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--max-steps", 4)
-REPORT = "report = Report(group, plan, timer, options, untrained_loss, precision=precision)"
+REPORT = 'with Run(worker, args, name="mnist") as run:'
 TRACKERS = """
 import json
 from pathlib import Path
@@ -44,11 +44,11 @@ def quiet(row):
 """
 GIVEN = f"""\
 import sys
-        sys.path.insert(0, str(args.out_dir.parent))
-        import kept
-        keepers = [kept.Keeper(args.out_dir / f"rows-of-{{worker.rank}}-{{name}}.json") for name in "ab"]
-        broken = kept.Broken(args.out_dir / f"broken-on-{{worker.rank}}")
-        {REPORT[:-1]}, trackers=[keepers[0], broken, kept.quiet, keepers[1]])"""
+    sys.path.insert(0, str(args.out_dir.parent))
+    import kept
+    keepers = [kept.Keeper(args.out_dir / f"rows-of-{{worker.rank}}-{{name}}.json") for name in "ab"]
+    broken = kept.Broken(args.out_dir / f"broken-on-{{worker.rank}}")
+    {REPORT.replace(") as", ", trackers=[keepers[0], broken, kept.quiet, keepers[1]]) as")}"""
 
 
 @pytest.fixture(scope="module")

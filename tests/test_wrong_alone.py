@@ -8,12 +8,12 @@ from tests.harness import MNIST, largest_difference, losses, nodes_of, play, pla
 from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12, "--log-every", 1)
-BACKWARD = "                        precision.backward("
-NAN = "                        if step in {steps} and worker.rank == worker.world_size - 1:\n"
-NAN += "                            micro_loss = micro_loss * math.nan\n"
-UPDATE = "                scheduler.step()\n"
-DAMAGE = "                if step == 4 and worker.rank == 1:\n"
-DAMAGE += "                    next(net.parameters()).data.view(-1)[0] += 1e-9\n"
+BACKWARD = "                    run.backward("
+NAN = "                    if run.step in {steps} and worker.rank == worker.world_size - 1:\n"
+NAN += "                        loss_sum = loss_sum * math.nan\n"
+UPDATE = "            scheduler.step()\n"
+DAMAGE = "            if run.step == 4 and worker.rank == 1:\n"
+DAMAGE += "                next(net.parameters()).data.view(-1)[0] += 1e-9\n"
 
 
 def not_finite(folder, steps):
@@ -62,7 +62,7 @@ def test_weights_that_are_the_same_are_not_mentioned(tmp_path):
 
 def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_the_way_out(tmp_path):
     error = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...')"
-    full = f"                        if step == 4 and worker.rank == 2:\n                            raise {error}\n"
+    full = f"                    if run.step == 4 and worker.rank == 2:\n                        raise {error}\n"
     nodes = nodes_of((2, 1), tmp_path / "run", *FLAGS)
     first, second = playing(altered(tmp_path / "full_ddp", {BACKWARD: full + BACKWARD}), nodes, tmp_path).results()
     assert second.code == 2 and "Traceback" not in second.output

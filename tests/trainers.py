@@ -8,11 +8,11 @@ from tests.harness import BERT, FINETUNE, MNIST, ROOT, play, rows_so_far
 
 EPOCH = 23  # steps of the digits' 1,438 samples in batches of 64
 MODULES = {MNIST: "mnist_ddp.train", BERT: "bert_ddp.pretrain.train", FINETUNE: "bert_ddp.finetune.train"}
-NEXT_STEP = "                seed_noise(device,"  # what a step begins with, in each trainer
-ALL_ARE_THERE = """                if step >= {step} and worker.world_size < {ranks}:
-                    report.exchange_at = 1  # after each step, so that rank 0 can say that one waits to be let in
-                    while worker.rank == 0 and not worker.membership.newcomers_wait:
-                        __import__("time").sleep(0.02)
+NEXT_STEP = "            batch = next(batches)"  # what a step begins with, in each trainer
+ALL_ARE_THERE = """            if run.step >= {step} and worker.world_size < {ranks}:
+                run.report.exchange_at = 1  # after each step, so that rank 0 can say that one waits to be let in
+                while worker.rank == 0 and not worker.membership.newcomers_wait:
+                    __import__("time").sleep(0.02)
 """
 
 
@@ -48,18 +48,18 @@ class Patient:
     # the schedule of the learning rate is that of 100 epochs, wherever the run ends
     FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--epochs", 100)
     LAST_STEP = 18 * EPOCH  # at the latest
-    TOTAL = "total_steps = min("
-    WAITS = """                if not (end := {path}).exists():
-                    __import__("time").sleep(0 if step < 46 else 0.1 if step < 146 else 1)
-                else:
-                    total_steps = int(end.read_text())
+    LOOP = "        while True:\n"
+    WAITS = """            if not (end := {path}).exists():
+                __import__("time").sleep(0 if run.step < 46 else 0.1 if run.step < 146 else 1)
+            else:
+                run.total_steps = int(end.read_text())
 """
 
     def __init__(self, folder: Path, changes: dict[str, str] | None = None, name: str = "patient_ddp"):
         self.file = folder / f"{name}-end"
         path = f"__import__('pathlib').Path({str(self.file)!r})"
-        begin = f"{self.TOTAL}int({path}.read_text()) if {path}.exists() else schedule_steps, "
-        mine = {NEXT_STEP: self.WAITS.format(path=path) + NEXT_STEP, self.TOTAL: begin}
+        begin = f"        if {path}.exists():\n            run.total_steps = int({path}.read_text())\n"
+        mine = {NEXT_STEP: self.WAITS.format(path=path) + NEXT_STEP, self.LOOP: begin + self.LOOP}
         self.script = altered(folder / name, {**(changes or {}), **mine})
 
     def end(self, metrics: Path) -> int:

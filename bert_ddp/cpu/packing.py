@@ -141,16 +141,14 @@ def packed_passes(part: Part, micro_batch: int | None) -> Iterator[tuple[Batch, 
         yield pack(part.rows, by_length[begin : begin + most]), begin + most >= len(by_length)
 
 
-def choose_packed_passes(
-    net: PreTrainedModel, micro_batch: int | None
-) -> Callable[[Part], Iterator[tuple[Batch, bool]]]:
+def choose_packed_passes(net: PreTrainedModel) -> Callable[[Part, int | None], Iterator[tuple[Batch, bool]]]:
     """Make `net`, a tagger of transformers, take packed rows too. Returns the function that cuts a part into them.
 
     The weights stay where they are, and the model is saved and loaded as before.
     """
     assert isinstance(net, BertForTokenClassification), type(net)
     net.__class__ = Tagger
-    return lambda part: packed_passes(part, micro_batch)
+    return packed_passes
 
 
 class Tagger(BertForTokenClassification):

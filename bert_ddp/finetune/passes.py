@@ -14,16 +14,14 @@ from common.uneven.token_balance import PASS_TOKENS
 
 PACKING = speed.load("packing")
 
-Cut = Callable[[Part], Iterator[tuple[Batch, bool]]]
+Cut = Callable[[Part, int | None], Iterator[tuple[Batch, bool]]]  # a part and the most rows in a pass
 
 
-def choose_passes(
-    net: PreTrainedModel, rows: Rows, device: torch.device, micro_batch: int | None, compiled: bool
-) -> Cut:
-    """A function that cuts a part into batches of at most `micro_batch` rows, with `is_last`.
+def choose_passes(net: PreTrainedModel, rows: Rows, device: torch.device, compiled: bool) -> Cut:
+    """A function that cuts a part into batches of at most so many rows, with `is_last`.
 
     Where rows can be packed without padding, `net` is changed to take packed rows too.
     """
     if PACKING and device.type == "cpu" and rows.per_token and not compiled:
-        return PACKING.choose_packed_passes(net, micro_batch)
-    return lambda part: part.passes(micro_batch, PASS_TOKENS[device.type])
+        return PACKING.choose_packed_passes(net)
+    return lambda part, micro_batch: part.passes(micro_batch, PASS_TOKENS[device.type])

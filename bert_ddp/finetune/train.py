@@ -5,51 +5,36 @@ by tokens (token_balance.py), and the loss of tagging is a mean over labelled wo
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from bert_ddp.finetune import best, data, scores
 from bert_ddp.finetune.encoding import LabelledRows
 from bert_ddp.finetune.passes import choose_passes
-from bert_ddp.finetune.rows import IGNORE, of_labelled
+from bert_ddp.finetune.rows import IGNORE, Batch, of_labelled
 from bert_ddp.finetune.scores import Scores
 from bert_ddp.finetune.sources import DataOptions
 from bert_ddp.model import pretrained, speed
 from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
-from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.record.folder import open_folder
-from common.record.report import Report
-from common.record.resume import resume
-from common.uneven import ddp
-from common.uneven.balance import Balancer
+from common.run import Run
 from common.uneven.batches import move
-from common.uneven.batching import plan_batches
-from common.uneven.ddp import reduce_gradients_if
-from common.uneven.loading import part_loader
-from common.uneven.memory import fitting_micro_batches
-from common.uneven.node_steps import NodeSteps
-from common.uneven.precision import Precision
-from common.uneven.seeding import derive_seed, seed_noise
 from common.uneven.sums import Sums
-from common.uneven.timer import StepTimer
-from common.uneven.token_balance import PASS_TOKENS, SortedShard, TokenBalancedSampler
+from common.uneven.token_balance import PASS_TOKENS, SortedShard
 
 
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
-    with process_group(worker, cli.join_options(args)) as group:
-        device, precision = group.device, Precision(args.precision, group.device, args.on_nan)
-        options, timer = cli.run_options(args, f"bert-{args.task}"), StepTimer(device)
-
-        # Data. One item of the loader is this rank's part of one optimizer step, balanced by tokens, perhaps empty.
-        with group.first_on_node("the model and the data"):
+    with Run(worker, args, name=f"bert-{args.task}") as run:
+        # Data. The loss is a mean over labelled words or rows. The ranks' parts are balanced by tokens.
+        with run.first_on_node("the model and the data"):
             source = pretrained.locate(args.model)
             config = pretrained.open_config(source)
             tokenizer = pretrained.open_tokenizer(source, config)
@@ -57,146 +42,85 @@ def train(worker: Worker, args: Namespace) -> None:
             named = {"train": args.train, "dev": args.dev, "test": args.test}
             wanted = DataOptions(args.task, args.data, named, args.text_column, args.label_column)
             found = data.load(wanted, tokenizer, length)
-        group.agree(**{"data, labels and vocabulary, fingerprint": found.fingerprint})
-        rows, global_batch = found.train, cli.global_batch(args, worker.world_size)
-        plan = plan_batches(len(rows), global_batch, worker.world_size, args.shares)
-        sampler = TokenBalancedSampler(plan, worker.rank, args.seed, rows.lengths, PASS_TOKENS[device.type])
-        counts = sampler.sums_in_steps(rows.counts)  # labelled words or rows of each step, over all ranks
-        train_loader = part_loader(rows, sampler, args.seed)
-        in_turn = group.numbers("evaluation") if args.balance == "auto" else None
+        run.agree(data=found.fingerprint, task=args.task)  # between the ranks, and with the checkpoint of --resume
+        run.describe(task=f"{args.task} from {source}", data=found.facts)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
-        torch.manual_seed(derive_seed(args.seed, "weights"))
+        run.seed("weights")
         pretrained.prepare(config, found.names, args.dropout)
-        with group.first_on_node("the weights"):
+        with run.first_on_node("the weights"):
             net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
-        group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
-        speed.tune(net, device, same_sizes=False)
-        net.to(device, precision.dtype).train()  # transformers loads models for evaluation
-        optimizer = torch.optim.AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
-        schedule_steps = plan.steps_per_epoch * args.epochs
-        schedule = warm_up_then_decay(cli.steps_of(args.warmup_steps, schedule_steps), schedule_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
-        nodes = NodeSteps(net, sampler, timer, group.ranks_of_nodes, *outer)  # does nothing without --sync-every
-        parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": precision.scaler}
-        parts |= nodes.parts
-
-        # Files. A checkpoint fits any layout, but only its own run: --resume with other data or flags is refused.
-        identity = {"data": found.fingerprint, "task": args.task}
-        recipe = cli.recipe(args) | {"global_batch": global_batch, "dropout": net.config.hidden_dropout_prob}
-        recipe["warmup"] = args.warmup_steps  # its name and value in older checkpoints, such as 0.1
-        folder = open_folder(group, options)
-        step = resume(group, options, folder, net, identity, recipe, **parts)  # optimizer steps done
-
-        def trial(count: int) -> None:  # for --micro-batch auto
-            longest = rows.get_batch([int(torch.as_tensor(rows.lengths).argmax())] * count)
-            some = move(next(longest.passes(None, PASS_TOKENS[device.type]))[0], device)
-            with precision.autocast():
-                loss = loss_of(net(**some.inputs()).logits, some.labels)
-            loss.backward()
-
-        pace = group.each_at_its_own_pace("the largest micro-batch of each rank")
-        most = global_batch if args.balance == "auto" else plan.shares[worker.rank]
-        sizes = cli.micro_batches(args, worker.world_size) or fitting_micro_batches(net, trial, most, pace)
-        micro_batch = sizes[worker.rank]  # the most samples in one forward; None for all at once
-        eval_batch = cli.eval_batch(args, sizes)
-        cut = choose_passes(net, rows, device, micro_batch, args.compile)
-        # A row whose label does not count: it stands for no rows.
-        stand_in = move(next(cut(rows.get_batch([])))[0], device)
-        compiled: Any = torch.compile(net, dynamic=True) if args.compile else net  # rows differ in length
-
-        def empty_loss(model: torch.nn.Module) -> torch.Tensor:
-            return model(**stand_in.inputs()).logits.sum()
-
-        model = ddp.wrap(compiled, plan, timer, empty_loss, compress=args.compress, nodes=nodes)
-        balancer = Balancer(plan, sampler, timer, model, on=args.balance == "auto")
-        report = Report(group, plan, timer, options, precision=precision)
+        run.group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
+        speed.tune(net, run.device, same_sizes=False)
+        net.to(run.device, run.precision.dtype).train()  # transformers loads models for evaluation
+        cut = choose_passes(net, found.train, run.device, args.compile)
+        batches = run.global_batches(
+            found.train,
+            counts=found.train.counts,
+            lengths=found.train.lengths,
+            pass_tokens=PASS_TOKENS[run.device.type],
+            cut=cut,
+        )
+        optimizer = AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
+        steps = batches.total_steps
+        scheduler = LambdaLR(optimizer, warm_up_then_decay(cli.steps_of(args.warmup_steps, steps), steps))
+        # "warmup" is the name and value of --warmup-steps in older checkpoints, such as 0.1
+        settings = {"dropout": net.config.hidden_dropout_prob, "warmup": args.warmup_steps}
+        run.resume(net, settings, optimizer=optimizer, scheduler=scheduler)
+        model = run.wrap(net, compute_loss, dynamic=True)
         for note in found.notes:
-            report.line(note)
+            run.line(note)
         if args.eval_only:
             for role, held_out in found.held_out.items():
-                report.line(f"the {role} set:")
-                report.evaluation(step, **evaluate(net, held_out, eval_batch, group, precision, in_turn).numbers)
+                run.line(f"the {role} set:")
+                run.log_evaluation(**evaluate(net, held_out, run).numbers)
             return
         measure = scores.MEASURE[args.task]
-        best_score = best.score_so_far(group, folder, measure, step)
+        best_score = best.score_so_far(run.group, run.folder, measure, run.step)
+        files = pretrained.files_of(net, tokenizer)
 
-        def save(into: str, keep: int, **numbers: float) -> None:
-            training = parts if into == "checkpoints" else {}
-            write_extra = pretrained.files_of(net, tokenizer)
-            report.save(step, net, identity | recipe | numbers, training, keep, write_extra, into)
-
-        def epoch_ends() -> bool:
-            return step == total_steps or step % plan.steps_per_epoch == 0
-
-        def finish(evaluates: bool) -> None:
-            """What may be due after a step: write what the ranks have noted, evaluate, save."""
-            nonlocal best_score
-            saves = report.checkpoint_is_due(step, epoch_ends()) and nodes.are_same
-            if saves or report.is_due:
-                for done in report.exchange():  # an all-gather of what the ranks have noted, every 1 to 5 s
-                    precision.require_finite(done.step, done.loss, done.grad_norm)
-            if evaluates and report.evaluated_step != step:
-                with report.pause():
-                    numbers = evaluate(net, found.held_out["dev"], eval_batch, group, precision, in_turn).numbers
+        while True:
+            # What is due comes first: a run that has lost ranks makes up for it here.
+            if run.evaluation_is_due:
+                numbers = evaluate(net, found.held_out["dev"], run).numbers
                 if numbers[measure] > best_score:  # before the row: a run that is lost in between evaluates again
                     best_score = numbers[measure]
-                    save("best", 1, **{measure: best_score})
-                report.evaluation(step, **numbers)
-            if saves:
-                save("checkpoints", args.keep)
-                report.end_if_interrupted(step)  # by a signal
+                    run.save("best", files, **{measure: best_score})
+                run.log_evaluation(**numbers)
+            if run.checkpoint_is_due:
+                run.save(write_extra=files)
+            if run.is_done:
+                break
 
-        total_steps = min(schedule_steps, args.max_steps or schedule_steps)
-        report.open_together(
-            folder, step, total_steps, micro_batches=sizes, task=f"{args.task} from {source}", data=found.facts
-        )
-        if report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
-            finish(epoch_ends())
-        while step < total_steps:
-            epoch, first_step = divmod(step, plan.steps_per_epoch)
-            sampler.set_epoch(epoch, skip_steps=first_step)
-            for part in timer.steps(train_loader, plan.steps_per_epoch - first_step):
-                seed_noise(device, derive_seed(args.seed, "dropout", step, worker.rank))
-                count = counts[step]
-                loss_sum = torch.zeros((), dtype=precision.dtype, device=device)  # of this rank; the report adds up all
-                for micro, is_last in cut(part):  # at least one, perhaps a stand-in for no rows
-                    micro = move(micro, device)
-                    with reduce_gradients_if(is_last, model, timer):  # one exchange a step, in the last backward
-                        with precision.autocast():
-                            logits = model(**micro.inputs()).logits
-                            micro_loss = loss_of(logits, micro.labels)
-                        precision.backward(micro_loss / count)  # the all-reduce sums over the ranks
-                    loss_sum += micro_loss.detach()
-                lr = scheduler.get_last_lr()[0]
-                grad_norm = precision.step(model, args.clip_norm, optimizer)
-                scheduler.step()
-                optimizer.zero_grad()
-                step += 1
-                saves, ends = report.checkpoint_is_due(step, epoch_ends()), step == total_steps or report.is_interrupted
-                evaluates = nodes.end_step(epoch_ends(), saves, now=ends)
-                report.note(step, loss_sum, float(lr), grad_norm, count)
-                balancer.end_step(part.tokens)  # every few steps, the ranks exchange their speeds
-
-                finish(evaluates)
-                if step == total_steps:
-                    break
+            batch = next(batches)  # this rank's part of one global batch
+            for micro, is_last in batch.micro_batches():  # at least one, perhaps a stand-in for no rows
+                with model.no_sync(enabled=not is_last):  # one exchange a step, in the last backward
+                    with run.autocast():
+                        loss_sum, _ = compute_loss(model, micro)
+                    run.backward(loss_sum / batch.global_count)  # of all ranks; the all-reduce sums over them
+            run.optimizer_step(optimizer, clip_norm=args.clip_norm)
+            scheduler.step()
+            optimizer.zero_grad()
+            run.end_step()
 
         # Evaluate the best weights on every held-out set, with a table of each class.
-        report.finish_saving()
-        with report.pause():
-            best_step = best.load(group, folder, net) or step
-            final = {
-                role: evaluate(net, held_out, eval_batch, group, precision, in_turn)
-                for role, held_out in found.held_out.items()
-            }
+        run.finish_saving()
+        with run.pause():
+            best_step = best.load(run.group, run.folder, net) or run.step
+            final = {role: evaluate(net, held_out, run) for role, held_out in found.held_out.items()}
             if worker.is_main:
-                scores.write_report(folder, final, best_step)
+                scores.write_report(run.folder, final, best_step)
         shown = scores.role_to_show(final)
-        report.line(f"the weights of step {best_step}, on the {shown} set:\n{final[shown].text}")
-        numbers = {f"{role}_{name}": value for role, one in final.items() for name, value in one.numbers.items()}
-        report.summary(step, best_step=best_step, **numbers)
+        run.line(f"the weights of step {best_step}, on the {shown} set:\n{final[shown].text}")
+        of_all = {f"{role}_{name}": value for role, one in final.items() for name, value in one.numbers.items()}
+        run.summarize(best_step=best_step, **of_all)
+
+
+def compute_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss summed over the labelled tokens or rows of a batch, zero where there are none, and the logits: of tokens
+    (B, S, labels) or (N, labels), or of rows (B, labels)."""
+    logits = model(**batch.inputs()).logits
+    return loss_of(logits, batch.labels), logits
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -205,29 +129,23 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    net: PreTrainedModel,
-    held_out: LabelledRows,
-    eval_batch: int,
-    group: Group,
-    precision: Precision,
-    in_turn: Callable[[], Iterator[int]] | None,
-) -> Scores:
+def evaluate(net: PreTrainedModel, held_out: LabelledRows, run: Run) -> Scores:
     """Scores of a held-out set: each row on one rank, and rank 0 scores the whole sentences.
 
     The ranks' shards may differ in length, so this runs the network itself and not its DDP wrapper, and the
     collectives come at its end. Every rank must call this, and gets the same numbers.
     """
     net.eval()
-    worker, device = group.worker, group.device
+    worker, device = run.worker, run.device
     sums = Sums("loss", "count", device=device)
     predicted: dict[int, list[int]] = {}  # row -> the labels of its words, or its class
-    for indices in SortedShard(held_out.rows.lengths, worker.rank, worker.world_size, eval_batch, in_turn):
+    of_this_rank = worker.rank, worker.world_size, run.eval_batch, run.dynamic_batches
+    for indices in SortedShard(held_out.rows.lengths, *of_this_rank):
         for batch, _ in held_out.rows.get_batch(indices).passes(None, PASS_TOKENS[device.type]):
             batch = move(batch, device)
-            with precision.autocast():
+            with run.autocast():
                 logits = net(**batch.inputs()).logits
-            sums.add(loss_of(logits.to(precision.dtype), batch.labels), (batch.labels != IGNORE).sum())
+            sums.add(loss_of(logits.to(run.precision.dtype), batch.labels), (batch.labels != IGNORE).sum())
             answers, labels = logits.argmax(dim=-1).tolist(), batch.labels.tolist()
             for row, answer, label in zip(batch.rows.tolist(), answers, labels, strict=True):
                 predicted[row] = of_labelled(answer, label)

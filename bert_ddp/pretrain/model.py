@@ -10,6 +10,7 @@ Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bert_ddp.model import pretrained
+from bert_ddp.text.corpus import Corpus
 from common.errors import UserError
 
 # layers, width, heads
@@ -184,9 +186,14 @@ def fingerprint(net: MaskedPositions, with_weights: bool) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def sum_of(outputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
-    """A scalar that depends on all outputs."""
-    return torch.stack([output.sum() for output in outputs if output is not None]).sum()
+def files_of(net: MaskedPositions, text: Corpus) -> Callable[[Path], None]:
+    """A function that writes config and tokenizer into a checkpoint, so that `from_pretrained` reads it."""
+
+    def write(path: Path) -> None:
+        net.config.save_pretrained(path)
+        text.copy_tokenizer(path)
+
+    return write
 
 
 def untrained_loss(net: MaskedPositions) -> float:

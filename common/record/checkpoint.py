@@ -79,7 +79,7 @@ class Checkpoint:
             raise self._refusal(f"it was saved without the part {name}: resume without that part too, {new_run}")
         for name in sorted(saved.keys() - parts.keys()) if not may_have_more else ():
             known = f"it was saved with the part {name}, which this run lacks"
-            raise self._refusal(f"{known}: give that part to resume() and save() again, {new_run}")
+            raise self._refusal(f"{known}: give that part to resume() again, {new_run}")
         for name, part in parts.items():
             try:
                 fill(part, saved[name])

@@ -29,9 +29,9 @@ class Held:
     def done(self) -> list[Done]:
         """The last steps as all ranks know them: their losses are summed over the ranks beside the gradients."""
         return self.unwritten + [
-            Done(one.step, float(one.backpropagated), float(one.lr), float(one.grad_norm))
+            Done(one.step, float(one.global_loss), float(one.lr), float(one.grad_norm))
             for one in [*self.recent, *self.noted]
-            if one.backpropagated is not None
+            if one.global_loss is not None
         ]
 
 

@@ -149,13 +149,13 @@ class Output:
             self.metrics.close()
             self.say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
             return
-        seconds = clock.seconds_here
-        total, rate = clock.earlier_seconds + seconds, self.samples / seconds
+        seconds, total = round(clock.seconds_here, 3), round(clock.seconds, 3)  # in the row, and in the line
+        rate = self.samples / max(seconds, 1e-3)
         spent = {name: round(ms / 1e3, 3) for name, ms in self.spent_ms.items()}
         other = seconds - sum(spent.values())  # between two steps, such as the exchange of a report
         spent["other"] = max(0.0, round(other, 3))
         row = {"steps": step, "first_step": self.first_step, "samples_per_second": rate}
-        row |= {"training_seconds": round(total, 3), "seconds": round(seconds, 3)}
+        row |= {"training_seconds": total, "seconds": seconds}
         row |= {f"{name}_seconds": value for name, value in spent.items()}
         self.metrics.write("summary", step, **{**row, **last_eval, **numbers})
         self.metrics.close()

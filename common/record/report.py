@@ -29,7 +29,7 @@ from common.record.trace import Trace
 from common.record.trace_files import draw, split_exchanges, write_json
 from common.record.trackers import Tracker
 from common.uneven.batching import BatchPlan
-from common.uneven.checks import backward_problem, few_counted_problem, first_loss_problem, ranks_that_differ
+from common.uneven.checks import few_counted_problem, first_loss_problem, ranks_that_differ
 from common.uneven.precision import Precision
 from common.uneven.timer import StepTimer
 
@@ -45,14 +45,13 @@ class Report:
         plan: BatchPlan,
         timer: StepTimer,
         options: RunOptions,
+        precision: Precision,  # whose backward has the loss
         untrained_loss: float | None = None,  # what the loss of step 1 must be near: ln of the number of classes
         trackers: Iterable[Tracker] = (),  # each gets every row of metrics.jsonl, on rank 0 only (trackers.py)
-        precision: Precision | None = None,  # whose backward must have had the loss that is noted
     ):
         self.group, self.plan, self.timer, self.options = group, plan, timer, options
         self.untrained_loss, self.trackers, self.precision = untrained_loss, trackers, precision
         self.has_said_differing = False  # of weights
-        self.has_warned = False  # of a loss that backward has not had
         self.clock = Clock()
         self.noted: list[Noted] = []
         self.exchange_at = 1  # exchange once this many steps are noted
@@ -69,7 +68,7 @@ class Report:
         self.goes_on = False  # after the members have changed: what was due after the last step may not have been done
         self.interrupted_by = ""  # a signal and the rank that has received it; the same on every rank
         self.lets_in = False  # processes that wait to become members; the same on every rank
-        if group.members and precision:
+        if group.members:
             timer.at_exchange = precision.sum_beside_gradients
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> None:
@@ -139,22 +138,18 @@ class Report:
     def note(
         self,
         step: int,
-        loss_sum: torch.Tensor,
         lr: float | torch.Tensor,
         grad_norm: torch.Tensor,
-        count: float | None = None,
+        count: float,
     ) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
-        `loss_sum` is this rank's summed loss, `count` the divisor of the sum over all ranks, by default the samples
-        of the global batch.
+        Its loss is what backward has had; `count` is what the sum over all ranks was divided by.
         """
         self.timer.end_step()
-        count = self.plan.global_count(step - 1) if count is None else count
         if self.trace:
             self.trace.end_step(step)
-        given = self.precision.take_backpropagated() if self.precision else None
-        self.noted.append(Noted(step, loss_sum, count, lr, grad_norm, given))
+        self.noted.append(Noted(step, *self.precision.take_losses(), count, lr, grad_norm))
         if self.group.members:
             held = self.group.members.held
             held.step, held.noted = step, self.noted
@@ -194,17 +189,17 @@ class Report:
                 self.interrupts.note_agreement()
         seconds = seconds_between_exchanges(gathered.last_seconds)
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(gathered.step_ms, 1e-3))))
-        losses = gathered.loss_sums.sum(dim=0).tolist()
+        losses = gathered.losses.sum(dim=0).tolist()
         self._name_not_finite(noted, gathered)
         done = [
-            Done(one.step, loss / (one.count or 1), float(one.lr), norm)
+            Done(one.step, loss if one.global_loss is None else float(one.global_loss), float(one.lr), norm)
             for one, loss, norm in zip(noted, losses, gathered.grad_norms.max(dim=0).values.tolist(), strict=True)
         ]
         with self._writing():
             if self.output:
                 self.output.steps(done, gathered.times(), self.clock)
-        given = gathered.backpropagated[0] if self.timer.at_exchange else gathered.backpropagated.sum(dim=0)
-        self._judge(done, given.tolist(), noted[0].count)
+        if done[0].step == 1:
+            self._judge(done[0], noted[0].count)
         if self.trace and self.trace.is_complete:
             self._write_trace(self.trace)
         return done
@@ -231,9 +226,9 @@ class Report:
 
     def _name_not_finite(self, noted: list[Noted], gathered: Gathered) -> None:
         """Print whose samples have given a loss that is not finite, and which steps are skipped."""
-        skips = self.precision is not None and self.precision.skips
+        skips = self.precision.skips
         for index, one in enumerate(noted):
-            finite = gathered.loss_sums[:, index].isfinite()
+            finite = gathered.losses[:, index].isfinite()
             ranks = (~finite).nonzero().flatten().tolist()
             if ranks or (skips and not gathered.grad_norms[:, index].isfinite().all()):
                 what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
@@ -253,19 +248,13 @@ class Report:
                 "compare the losses with those of one kind"
             )
 
-    def _judge(self, done: list[Done], backpropagated: list[float], first_count: float) -> None:
-        """Print what is suspicious about these losses, each suspicion once."""
-        if done[0].step == 1:
-            problems = [few_counted_problem(first_count, self.plan.global_count(0))]
-            if self.untrained_loss:
-                problems.append(first_loss_problem(done[0].loss, self.untrained_loss))
-            for problem in filter(None, problems):
-                self.line(problem)
-        for one, given in zip(done, backpropagated, strict=True):
-            problem = backward_problem(one.step, one.loss, given)
-            if problem and not self.has_warned:
-                self.has_warned = True
-                self.line(problem)
+    def _judge(self, first: Done, count: float) -> None:
+        """Print what is suspicious about the loss of step 1."""
+        problems = [few_counted_problem(count, self.plan.global_count(0))]
+        if self.untrained_loss:
+            problems.append(first_loss_problem(first.loss, self.untrained_loss))
+        for problem in filter(None, problems):
+            self.line(problem)
 
     # --- checkpoints, evaluation, summary ----------------------------------------------------------------------
 

@@ -80,8 +80,8 @@ def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> No
     missing = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if optimizers and missing:
         raise UserError(
-            f"no optimizer among the parts of a checkpoint holds {missing[0]}: give every optimizer to resume() and "
-            "save(), or freeze what is not trained with requires_grad_(False)",
+            f"no optimizer among the parts of a checkpoint holds {missing[0]}: give every optimizer to resume(), "
+            "or freeze what is not trained with requires_grad_(False)",
             same_on_every_rank=True,
         )
     known = {id(one) for one in model.parameters()}
@@ -89,7 +89,7 @@ def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> No
         raise UserError(
             f"the part {strangers[0]} of a checkpoint trains a parameter that is not in the model, so its gradient "
             "would not be summed over the ranks, and it would not be saved: make it an nn.Parameter of the module that "
-            "wrap() and save() get",
+            "resume() and wrap() get",
             same_on_every_rank=True,
         )
 
@@ -106,7 +106,7 @@ def _require_all_schedulers(parts: dict[str, Any]) -> None:
         if scheduled and not any(getattr(other, "optimizer", part) is part for other in others):
             raise UserError(
                 f"the part {name} of a checkpoint has a schedule of learning rates, but no part is its scheduler, so "
-                "a resumed run would begin the schedule anew: give the scheduler to resume() and save() too",
+                "a resumed run would begin the schedule anew: give the scheduler to resume() too",
                 same_on_every_rank=True,
             )
 

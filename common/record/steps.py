@@ -1,6 +1,5 @@
 """What the ranks note about each optimizer step, exchanged every 1 to 5 seconds."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ class Noted:
     """One optimizer step as this rank knows it. Tensors stay on the device."""
 
     step: int
-    loss_sum: torch.Tensor  # of this rank's samples
-    count: float  # over all ranks
+    loss: torch.Tensor  # this rank's part of it: what its backward has had
+    global_loss: torch.Tensor | None  # of all ranks, where that is known already
+    count: float  # what each rank's summed loss was divided by
     lr: float | torch.Tensor
     grad_norm: torch.Tensor
-    backpropagated: torch.Tensor | None = None  # what backward has had on this rank
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,10 @@ class Done:
 class Gathered:
     """What all ranks have noted about the steps since the last exchange. Tensors are (ranks, steps), on the CPU."""
 
-    loss_sums: torch.Tensor
+    losses: torch.Tensor  # that add up to the loss
     loading_ms: torch.Tensor
     compute_ms: torch.Tensor
     exchange_ms: torch.Tensor
-    backpropagated: torch.Tensor  # not a number where it is unknown
     grad_norms: torch.Tensor  # the same on all ranks, but for those of nodes that train by themselves
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
     signals: list[int]  # by rank, that a rank has received; 0 for none
@@ -84,26 +82,24 @@ def gather_steps(
 
     Raises UserError on every rank where they have divided a step's loss by different counts.
     """
-    sums = torch.stack([one.loss_sum.detach().double() for one in noted])
+    sums = torch.stack([one.loss for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock, signals = torch.full_like(sums, unsaved_seconds), torch.full_like(sums, received)
     waiting, seconds = torch.full_like(sums, wait), torch.full_like(sums, last_seconds)
-    unknown = torch.full_like(sums[0], math.nan)
-    given = torch.stack([unknown if one.backpropagated is None else one.backpropagated for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
     norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
-    mine = torch.stack([sums, *sums.new_tensor(times).T, given, norms, clock, counts, signals, waiting, seconds])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, norms, clock, counts, signals, waiting, seconds])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     began = time.perf_counter()
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu().unbind(dim=1)
     took = time.perf_counter() - began
-    losses, loading, compute, exchange, given, norms, clocks, counted, signals, waiting, seconds = rows
+    losses, loading, compute, exchange, norms, clocks, counted, signals, waiting, seconds = rows
     _require_one_count(noted, counted)
     received_by = [int(number) for number in signals[:, 0].tolist()]
     unsaved, let_in = float(clocks[0, 0]), bool(waiting[0, 0])
     last = float(seconds[:, 0].min())
-    return Gathered(losses, loading, compute, exchange, given, norms, unsaved, received_by, let_in, last, took)
+    return Gathered(losses, loading, compute, exchange, norms, unsaved, received_by, let_in, last, took)
 
 
 def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
@@ -113,7 +109,7 @@ def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
         rank, index = differs[0].tolist()
         raise UserError(
             f"rank {rank} divides the loss of step {noted[index].step} by {counted[rank, index]:.10g}, but rank 0 by "
-            f"{counted[0, index]:.10g}: divide by the count over all ranks, plan.global_count(step) or "
-            "sampler.sums_in_steps(counts)[step], and not by that of one rank. Or do the ranks hold other data?",
+            f"{counted[0, index]:.10g}: divide by the count over all ranks, "
+            "batch.global_count, and not by that of one rank. Or do the ranks hold other data?",
             same_on_every_rank=True,
         )

@@ -26,10 +26,8 @@ def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterat
     rows = rows_in(part)
     if rows != len(expected):
         raise UserError(
-            f"the data loader gave {rows} rows, but this rank's part of the global batch has {len(expected)}: "
-            "let the sampler make the batches, part_loader(data, sampler, seed), without batch_size, shuffle, sampler "
-            "and drop_last; with a TokenBalancedSampler the expected part is "
-            "sampler.part(step, rank), not plan.part(step, rank)"
+            f"the loader gave {rows} rows, but this rank's part of the global batch has {len(expected)}: the collate "
+            "function must make a row for each sample that it is given"
         )
     size = micro_batch or max(1, rows)
     starts = range(0, max(1, rows), size)

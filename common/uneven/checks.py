@@ -1,6 +1,6 @@
 """What would make the result depend on the layout, or wrong on all layouts, is refused by name.
 
-`ddp.wrap` and `ddp.reduce_gradients_if` run these checks; `first_loss_problem` is for a trainer to print.
+`ddp.wrap` and `no_sync` of its model run these checks; `first_loss_problem` is for a trainer to print.
 """
 
 import math
@@ -210,7 +210,7 @@ class UnsummedGradients:
                 f"an optimizer trains parameters of shape {_shown(unsummed)} that no wrap() has: their gradients are "
                 "not summed over the ranks, so each rank trains a copy of its own; or, with plain DDP, they are "
                 "averages over ranks, though these have different numbers of samples. Give their network a wrap() and "
-                "a reduce_gradients_if, unless that is what you want",
+                "a no_sync, unless that is what you want",
                 stacklevel=3,
             )
 
@@ -256,19 +256,6 @@ def first_loss_problem(loss: float, expected: float) -> str:
         f"warning: the first loss is {loss:.4g}, but an untrained model should begin near {expected:.4g}. "
         'Is it summed over the samples (reduction="sum"), and divided by the global count of what it is a mean over? '
         "Or are the initial weights too large, such as those of an nn.Embedding that is also the output layer?"
-    )
-
-
-def backward_problem(step: int, loss: float, backpropagated: float) -> str:
-    """What to print if backward has not had the loss that is reported, else an empty string. `backpropagated` is the
-    sum of what it has had, over ranks and micro-batches; both come from the same numbers, so they agree but for
-    rounding."""
-    if not math.isfinite(loss + backpropagated) or math.isclose(loss, backpropagated, rel_tol=1e-4, abs_tol=1e-7):
-        return ""
-    return (
-        f"warning: in step {step}, backward gets {backpropagated:.6g}, summed over ranks and micro-batches, but the "
-        f"loss that is noted is {loss:.6g}. Are both the summed loss, divided by the count over all ranks? If backward "
-        "gets a further term on purpose, leave precision= out of Report"
     )
 
 

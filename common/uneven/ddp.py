@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
 from common.uneven.batches import change, take_rows
-from common.uneven.batching import BatchPlan
 from common.uneven.checks import Guard, UnsummedGradients, description, refuse_batch_norm, require_same, say_noise
 from common.uneven.compression import Summed, gradient_sum, sum_bucket, sum_number
 from common.uneven.global_batch import needs_whole_parts
+from common.uneven.global_batches import GlobalBatchLoader, require_global_batches
 from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import IS_SUMMED
 from common.uneven.timer import StepTimer
@@ -41,27 +41,71 @@ REST_SECONDS = 0.1
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """What `wrap` returns: DistributedDataParallel with a guard that checks each step (checks.py).
+    """What `wrap` returns: DistributedDataParallel that sums, with a guard that checks each step (checks.py)."""
 
-    DDP decides in forward whether the next backward exchanges gradients, so a forward that belongs to a backward must
-    run in `reduce_gradients_if` of this model.
-    """
-
-    def __init__(self, net: torch.nn.Module, guard: Callable[[], Guard], number: int, **options: Any):
+    def __init__(self, net: torch.nn.Module, timer: StepTimer, guard: Callable[[], Guard], number: int, **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
-        self.guard, self.number = guard(), number  # in the order of `wrap`
-        for one in (one for one in net.parameters() if one.requires_grad):
-            setattr(one, IS_SUMMED, True)
-        self.in_micro_batch = False  # of `reduce_gradients_if`
+        self.timer, self.guard, self.number = timer, guard(), number  # in the order of `wrap`
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                setattr(parameter, IS_SUMMED, True)
+        self.in_micro_batch = False  # of `no_sync`
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and not self.in_micro_batch:
             raise UserError(
-                "the wrapped model runs outside of its own `with reduce_gradients_if(is_last, model, timer)`: put "
-                "forward and backward of a micro-batch inside. For anything else use the module itself, frozen or "
-                "under torch.no_grad()"
+                "the wrapped model runs outside of its own `with model.no_sync(enabled=not is_last)`: put forward and "
+                "backward of a micro-batch inside. For anything else use the module itself, frozen or under "
+                "torch.no_grad()"
             )
         return super().forward(*inputs, **named)
+
+    @contextmanager
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
+        """Use around forward *and* backward of every micro-batch, with `enabled=False` for the last one of a step:
+        its backward sums the gradients over the ranks, and those before it accumulate them on each rank.
+
+        Forward must be inside, because DDP decides there whether the next backward exchanges. With one process there
+        is nothing to exchange, so DDP need not copy gradients.
+
+        Raises UserError where the last backward has not reached every parameter, where training has changed a buffer,
+        where a layer that needs the whole global batch gets a micro-batch, where the GPU's memory is too small for the
+        micro-batch, and for a loop that does not take its batches from the loader that `wrap` was given.
+        """
+        timer, is_last = self.timer, not enabled
+        if not timer.is_marked("loaded"):
+            raise UserError(
+                "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
+                "`for batch in batches:` and `for micro, is_last in batch.micro_batches():`"
+            )
+        self.guard.require_whole_part(is_last)
+        self.guard.require_noted_gradients()
+        alone = dist.get_world_size() == 1
+        timer.unmark("ready")
+        if is_last and len(timer.models) > 1 and not alone:  # a rank that skips one would add to the sums of another
+            self.require_same_network()
+        others = [other.guard for other in timer.models if other is not self]
+        before = [guard.gradients() for guard in others]
+        timer.tell("pass")
+        with self.micro_batch(), nullcontext() if is_last and not alone else super().no_sync():
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
+                raise UserError(
+                    f"a micro-batch does not fit into the memory of {timer.device} ({wanted}): give a smaller "
+                    "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
+                ) from error
+        for guard, gradients in zip(others, before, strict=True):
+            guard.require_untouched(gradients)
+        timer.tell("passed")
+        self.guard.note_gradients(is_last)
+        if is_last:
+            if alone:
+                timer.mark("ready")
+            timer.mark("reduced")
+            self.guard.require_all_reached(all_reduced=timer.is_marked("ready"))
+            self.guard.require_same_buffers()
 
     def require_same_network(self) -> None:
         """Raise UserError on every rank unless all of them exchange this network's gradients next."""
@@ -74,7 +118,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 raise UserError(
                     f"rank {rank} is about to exchange the gradients of network {number}, but rank 0 those of network "
                     f"{first}, in the order of their wrap(): each must run in the same steps on all ranks. Where a "
-                    "rank's samples have nothing for a network, run it on a batch of no rows",
+                    "rank's samples have nothing for a network, run it on an empty batch",
                     same_on_every_rank=True,
                 )
 
@@ -90,36 +134,41 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
 
 def wrap(
     net: torch.nn.Module,
-    plan: BatchPlan,
-    timer: StepTimer,
-    empty_loss: Callable[[torch.nn.Module], torch.Tensor],
-    compiled: bool = False,
-    stand_in: bool = False,
-    whole_parts: bool = False,
+    batches: GlobalBatchLoader,
+    compute_loss: Callable[[torch.nn.Module, Any], Any],
+    compiled: bool | str = False,
+    pad_empty_batch: bool = False,
+    no_micro_batches: bool = False,
     layout_dependent: Collection[str] = (),
     compress: str = "off",
     nodes: NodeSteps | None = None,
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
-    `empty_loss(model)` runs the model on a batch of no rows and returns a scalar. DDP rebuilds its buckets in its
-    second forward, with an exchange, which changes the order of summation. So two backwards are done here, and their
-    gradients are thrown away: a resumed run is bit-identical to one that was not interrupted, and ranks with different
-    numbers of micro-batches enter their collectives in the same order. With `stand_in`, the model never gets a batch
-    of no rows: one row of zeros goes through it instead, and none comes out. With `whole_parts`, micro-batches are
-    refused: for a loss over the global batch. `compress` says how gradients are summed (compression.py). With `nodes`
-    they are summed over the ranks of a node only, and `compress` is for the nodes' changes (node_steps.py).
+    `compute_loss(model, micro)` is that of the loop: it returns the summed loss of a micro-batch, or a tuple that
+    begins with it. It is called here with an empty batch of `batches`. DDP rebuilds its buckets in its second forward,
+    with an exchange, which changes the order of summation. So two backwards are done here, and their gradients are
+    thrown away: a resumed run is bit-identical to one that was not interrupted, and ranks with different numbers of
+    micro-batches enter their collectives in the same order.
+
+    With `pad_empty_batch`, the model never gets an empty batch: one row of zeros goes through it instead, and none
+    comes out. With `no_micro_batches`, they are refused: for a loss over the global batch. `compiled`: run the model
+    by torch.compile; "dynamic" where rows differ in length. `compress` says how gradients are summed (compression.py).
+    With `nodes` they are summed over the ranks of a node only, and `compress` is for the nodes' changes
+    (node_steps.py).
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
     buffers that may.
     """
-    require_same({"the plan": plan, **description(net)})
+    require_global_batches(batches)
+    timer = batches.timer
+    require_same({"the plan": batches.plan, **description(net)})
     refuse_batch_norm(net, layout_dependent)
-    if stand_in and needs_whole_parts(net):
+    if pad_empty_batch and needs_whole_parts(net):
         raise UserError(
-            "wrap(..., stand_in=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let the "
-            "model take a batch of no rows, or use GroupNorm",
+            "wrap(..., pad_empty_batch=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let "
+            "the model take an empty batch, or use GroupNorm",
             same_on_every_rank=True,
         )
     apart = nodes if nodes and nodes.is_on else None
@@ -130,7 +179,7 @@ def wrap(
                 "gradients: give off or bf16",
                 same_on_every_rank=True,
             )
-        if whole_parts or needs_whole_parts(net):
+        if no_micro_batches or needs_whole_parts(net):
             raise UserError(
                 "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
                 "every rank in every step: leave it out",
@@ -141,8 +190,9 @@ def wrap(
     newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
     wrapped = UnevenDistributedDataParallel(
-        EmptyPartsApart(net, compiled, stand_in) if compiled or stand_in else net,
-        lambda: Guard(net, layout_dependent, whole_parts),
+        EmptyPartsApart(net, compiled, pad_empty_batch) if compiled or pad_empty_batch else net,
+        timer,
+        lambda: Guard(net, layout_dependent, no_micro_batches),
         number=len(timer.models) + 1,
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
@@ -153,7 +203,7 @@ def wrap(
     wrapped.register_comm_hook((timer, sum_gradients), _sum_over_ranks)
     with wrapped.micro_batch():
         for _ in range(2):
-            _forward_of_no_rows(wrapped, empty_loss).backward()
+            _loss_of_empty_batch(wrapped, batches.sample_batch(0), compute_loss).backward()
             wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
@@ -171,67 +221,24 @@ def _prepare_process() -> None:
     register_optimizer_step_pre_hook(lambda *step: unsummed(*step) if dist.get_world_size() > 1 else None)
 
 
-def _forward_of_no_rows(
-    model: UnevenDistributedDataParallel, empty_loss: Callable[[torch.nn.Module], torch.Tensor]
+def _loss_of_empty_batch(
+    model: UnevenDistributedDataParallel, empty: Any, compute_loss: Callable[[torch.nn.Module, Any], Any]
 ) -> torch.Tensor:
     try:
-        return empty_loss(model)
+        return loss_of(compute_loss(model, empty))
     except (RuntimeError, ValueError, IndexError) as error:
         if needs_whole_parts(model.module):  # its forward exchanges sums, which may have failed for other reasons
             raise
         raise UserError(
-            f"the model refuses a batch of no rows ({str(error).strip().splitlines()[0]}), which a rank with an empty "
-            "part has: give wrap(..., stand_in=True), or correct the function that wrap was given",
+            f"the model refuses an empty batch ({str(error).strip().splitlines()[0]}), which a rank with an empty "
+            "part has: give wrap(..., pad_empty_batch=True), or correct the function that wrap was given",
             same_on_every_rank=True,
         ) from error
 
 
-@contextmanager
-def reduce_gradients_if(is_last: bool, model: UnevenDistributedDataParallel, timer: StepTimer) -> Iterator[None]:
-    """Use around forward *and* backward of a micro-batch. The last one's backward sums the gradients over the ranks.
-
-    The earlier ones accumulate gradients on each rank. Forward must be inside, because DDP decides there whether the
-    next backward synchronises. With one process there is nothing to exchange, so DDP need not copy gradients.
-
-    Raises UserError where the last backward has not reached every parameter, where training has changed a buffer, and
-    where a layer that needs the whole global batch gets a micro-batch; where the GPU's memory is too small for the
-    micro-batch; also for a loop that does not take its items from `timer.steps`.
-    """
-    if not isinstance(model, UnevenDistributedDataParallel):
-        raise UserError(f"the model is a {type(model).__name__}: use what common.uneven.ddp.wrap(...) returns")
-    if not timer.is_marked("loaded"):
-        raise UserError(
-            "this loop does not check what its loader gives: write `for part in timer.steps(loader, steps)`, where "
-            "`steps` are the optimizer steps that are left in this epoch"
-        )
-    model.guard.require_whole_part(is_last)
-    model.guard.require_noted_gradients()
-    alone = dist.get_world_size() == 1
-    timer.unmark("ready")
-    if is_last and len(timer.models) > 1 and not alone:  # a rank that skips one would add to the sums of another
-        model.require_same_network()
-    others = [other.guard for other in timer.models if other is not model]
-    before = [guard.gradients() for guard in others]
-    timer.tell("pass")
-    with model.micro_batch(), nullcontext() if is_last and not alone else model.no_sync():
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
-            raise UserError(
-                f"a micro-batch does not fit into the memory of {timer.device} ({wanted}): give a smaller "
-                "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
-            ) from error
-    for guard, gradients in zip(others, before, strict=True):
-        guard.require_untouched(gradients)
-    timer.tell("passed")
-    model.guard.note_gradients(is_last)
-    if is_last:
-        if alone:
-            timer.mark("ready")
-        timer.mark("reduced")
-        model.guard.require_all_reached(all_reduced=timer.is_marked("ready"))
-        model.guard.require_same_buffers()
+def loss_of(computed: Any) -> torch.Tensor:
+    """The loss of what a `compute_loss` returns: it alone, or a tuple that begins with it."""
+    return computed[0] if isinstance(computed, tuple) else computed
 
 
 def _sum_over_ranks(
@@ -250,22 +257,23 @@ def _sum_over_ranks(
 
 
 class EmptyPartsApart(torch.nn.Module):
-    """A model, or torch.compile's version of it, and another way for a batch of no rows.
+    """A model, or torch.compile's version of it, and another way for an empty batch.
 
     Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15): such a
-    batch goes through the model itself. With `stand_in`, one row of zeros goes through it and none comes out, so that
-    all gradients are exactly zero.
+    batch goes through the model itself. With `pad_empty_batch`, one row of zeros goes through it and none comes out, so
+    that all gradients are exactly zero.
     """
 
-    def __init__(self, model: torch.nn.Module, compiled: bool, stand_in: bool):
+    def __init__(self, model: torch.nn.Module, compiled: bool | str, pad_empty_batch: bool):
         super().__init__()
-        self.model, self.stand_in = model, stand_in
-        self.compiled = torch.compile(model.forward) if compiled else None
+        self.model, self.pad_empty_batch = model, pad_empty_batch
+        dynamic = True if compiled == "dynamic" else None
+        self.compiled = torch.compile(model.forward, dynamic=dynamic) if compiled else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not _has_no_rows(inputs, named):
             return (self.compiled or self.model)(*inputs, **named)
-        if not self.stand_in:
+        if not self.pad_empty_batch:
             return self.model(*inputs, **named)
         inputs, named = change((inputs, named), _one_row)
         return take_rows(self.model(*inputs, **named), slice(0, 0))

@@ -63,17 +63,6 @@ def part_loader(
     return DataLoader(Parts(dataset, seed, collate), batch_sampler=sampler, collate_fn=_as_is, **options)
 
 
-def require_part_loader(loader: Any) -> None:
-    """Raise UserError for a plain DataLoader: what its data set draws at random would depend on the layout, and an
-    empty part would be an error of its collate function. Other iterables are not checked."""
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, Parts):
-        raise UserError(
-            "a plain DataLoader knows no empty parts, and what its data set draws at random would depend on the "
-            "layout: write part_loader(data, sampler, seed) of common.uneven.loading, with collate= in place of "
-            "collate_fn=, without batch_size, shuffle, sampler and drop_last, and with the other options as they are"
-        )
-
-
 class Parts(Dataset):
     """`dataset` as a data set of batches: the item of a list of indices is their batch. Used by `part_loader`."""
 

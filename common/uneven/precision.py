@@ -27,7 +27,7 @@ class Precision:
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_backpropagated`
+        self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_losses`
         self.summed: torch.Tensor | None = None  # the same over all ranks, once backward has returned
 
     def autocast(self) -> AbstractContextManager:
@@ -45,10 +45,10 @@ class Precision:
         self.summed = self.backpropagated.clone()
         return self.summed
 
-    def take_backpropagated(self) -> torch.Tensor:
-        """The sum of the losses that `backward` has had since the last call: a report compares it with the loss. That
-        of all ranks where it was summed."""
-        taken = self.backpropagated if self.summed is None else self.summed
+    def take_losses(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum of the losses that `backward` has had since the last call, here and, where it was summed beside the
+        gradients, on all ranks."""
+        taken = self.backpropagated, self.summed
         self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
         return taken
 
@@ -121,7 +121,7 @@ def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch
             if not hasattr(one, IS_SUMMED):
                 raise UserError(
                     f"the gradient of {names[id(one)]} is not summed over the ranks, so each rank would train its own "
-                    "copy: its network needs a wrap(), and its forward and backward a reduce_gradients_if"
+                    "copy: its network needs a wrap(), and its forward and backward a no_sync"
                 )
     if left := [name for key, name in names.items() if key in with_gradient]:
         raise UserError(

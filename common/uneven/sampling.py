@@ -61,7 +61,7 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
         return torch.randperm(self.plan.samples, generator=generator)
 
-    def sums_in_steps(self, counts: Sequence[int] | torch.Tensor) -> "SumsInSteps":
+    def sums_in_steps(self, counts: Sequence[float] | torch.Tensor) -> "SumsInSteps":
         """For each step of training, the sum of `counts` over its samples, on all ranks: `sums[step]`.
 
         `counts` has one number for each sample, such as its tokens. Every rank computes the same sums, without a
@@ -85,6 +85,10 @@ class UnevenDistributedSampler(Sampler[list[int]]):
         """Rank `rank`'s part of step `step`: here, positions in the epoch's order."""
         return self.plan.part(step, rank)
 
+    def work(self, part: Sized) -> float:
+        """How much work a part is, in whatever the ranks' parts are balanced by: here, samples."""
+        return len(part)
+
     def rows(self, step: int) -> list[int]:
         """This rank's samples of step `step`, which must be in the epoch of `set_epoch`."""
         part = self.plan.part(step, self.rank)
@@ -97,18 +101,20 @@ class UnevenDistributedSampler(Sampler[list[int]]):
 class SumsInSteps:
     """What `sums_in_steps` returns. A step counts from the start of training, from 0, in an epoch's own order."""
 
-    def __init__(self, sampler: UnevenDistributedSampler, counts: Sequence[int] | torch.Tensor):
+    def __init__(self, sampler: UnevenDistributedSampler, counts: Sequence[float] | torch.Tensor):
         self.sampler, self.counts = sampler, torch.as_tensor(counts)
+        if self.counts.is_floating_point():  # such as class weights
+            self.counts = self.counts.double()
         assert len(self.counts) == sampler.plan.samples, (len(self.counts), sampler.plan.samples)
         self.epoch, self.sums = -1, torch.empty(0)
 
-    def __getitem__(self, step: int) -> int:
+    def __getitem__(self, step: int) -> float:
         epoch, number = divmod(step, self.sampler.plan.steps_per_epoch)
         if epoch != self.epoch:
             in_order = self.counts[self.sampler.order_of(epoch)]
             self.sums = torch.stack([one.sum() for one in in_order.split(self.sampler.plan.global_batch)])
             self.epoch = epoch
-        return int(self.sums[number])
+        return self.sums[number].item()
 
 
 class EvaluationSampler(Sampler[list[int]]):
@@ -128,9 +134,14 @@ class EvaluationSampler(Sampler[list[int]]):
         numbers: Callable[[], Iterator[int]] | None = None,  # 0, 1, 2, ..., each given to one rank (Group.numbers)
     ):
         self.shard = range(samples * rank // world_size, samples * (rank + 1) // world_size)
-        self.samples, self.batch, self.numbers = samples, batch, numbers
-        if numbers:
-            self.batch = max(1, min(batch, samples // (world_size * BATCHES_A_RANK)))
+        self.samples, self.world_size, self.numbers = samples, world_size, numbers
+        self.set_batch(batch)
+
+    def set_batch(self, batch: int) -> None:
+        """From the next iteration on, at most `batch` samples in a batch."""
+        self.batch = batch
+        if self.numbers:
+            self.batch = max(1, min(batch, self.samples // (self.world_size * BATCHES_A_RANK)))
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self.numbers:

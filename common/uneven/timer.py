@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,11 @@ from weakref import WeakSet
 import torch
 
 from common.errors import UserError
-from common.uneven.loading import require_part_loader
 
-END = object()  # what `next` returns after a loader's last item
 NOT_EXCHANGED = (
     "the gradients of this step were not exchanged: put forward and backward of each micro-batch into "
-    "`with reduce_gradients_if(is_last, model, timer):`, where `model` is what common.uneven.ddp.wrap(...) returns (to "
-    "skip steps, call sampler.set_epoch(epoch, skip_steps))"
+    "`with model.no_sync(enabled=not is_last):`, where `model` is what common.uneven.ddp.wrap(...) returns (to skip "
+    "steps, give GlobalBatchLoader(..., step=) the first one)"
 )
 KEPT_STEPS = 64  # that `latest` can give
 
@@ -44,8 +42,9 @@ class StepTimer:
     `loading` is the time that the step waits for its item; what a loader's workers do meanwhile costs nothing.
     `exchange` is the time that the all-reduce adds after this rank's own gradients are ready: the wait for slower
     ranks, and the transfer itself. What overlaps with backward is not counted. On a GPU the marks are events in its
-    queue, so loading counts only as far as the GPU has run out of work. `steps` marks begin and loaded, `end_step`
-    marks end; `ddp.wrap` and `reduce_gradients_if` mark the other two. What runs in `exchange` counts as that too.
+    queue, so loading counts only as far as the GPU has run out of work. A GlobalBatchLoader marks begin and loaded,
+    `end_step` marks end; the hook and `no_sync` of the wrapped model mark the other two. What runs in `exchange` counts
+    as that too.
 
     A trace (common/record/trace.py) is told of every mark, and of what `tell` and `span` note for it alone.
     """
@@ -96,30 +95,6 @@ class StepTimer:
         """Take a mark of the current step away."""
         self.current.pop(name, None)
 
-    def steps(self, loader: Iterable[Any], steps: int) -> Iterator[Any]:
-        """Yield the loader's items, one for each of the `steps` optimizer steps that are left in this epoch.
-
-        Raises UserError unless the loader gives exactly so many: before the first step where the loader has a length.
-        """
-        require_part_loader(loader)
-        length = _length(loader)
-        if length not in (None, steps):
-            raise _not_one_a_step(f"has {length:,} items", steps)
-        self.mark("begin")  # starting the loader's workers is loading too
-        items = iter(loader)
-        for given in range(steps):
-            item = next(items, END)
-            if item is END:
-                raise _not_one_a_step(f"gave {given:,} items", steps)
-            self.mark("loaded")
-            self.has_reduced = False
-            yield item
-            if not self.has_reduced:
-                raise UserError(NOT_EXCHANGED)
-            self.mark("begin")
-        if next(items, END) is not END:
-            raise _not_one_a_step(f"gave more than {steps:,} items", steps)
-
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Use around a further exchange of a step, after its gradients are reduced, so that it counts as such."""
@@ -128,7 +103,7 @@ class StepTimer:
         self.mark("done")
 
     def end_step(self) -> None:
-        """Mark the end of the optimizer step. Raises UserError unless its passes ran in `reduce_gradients_if`."""
+        """Mark the end of the optimizer step. Raises UserError unless its passes ran in `no_sync`."""
         if not self.is_marked("reduced"):
             raise UserError(NOT_EXCHANGED)
         self.mark("end")
@@ -153,22 +128,6 @@ class StepTimer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [_times_of(marks) for marks in done]
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    """The number of items that the loader says it has, or None where it does not know."""
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a DataLoader of an IterableDataset
-        return None
-
-
-def _not_one_a_step(gave: str, steps: int) -> UserError:
-    return UserError(
-        f"the loader {gave}, but this epoch has {steps:,} optimizer steps left, and each takes one item: "
-        "write part_loader(data, sampler, seed), without sampler=, batch_size=, shuffle= and drop_last=, and call "
-        "sampler.set_epoch(epoch, skip_steps) before each epoch"
-    )
 
 
 def _times_of(marks: Marks) -> StepTimes:

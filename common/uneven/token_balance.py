@@ -13,6 +13,7 @@ Each rank cuts its part into passes (micro-batches) where a cut saves more paddi
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -92,6 +93,10 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         rows = rows[np.lexsort((rows, -self.lengths[rows]))]
         borders = cut_parts(self.lengths[rows], self.plan.weights_at(step), self.pass_tokens)
         return rows[borders[rank] : borders[rank + 1]]
+
+    def work(self, part: Any) -> float:
+        """The tokens of a part."""
+        return int(self.lengths[part].sum())
 
     def rows(self, step: int) -> list[int]:
         """This rank's samples of step `step`, longest first."""

@@ -22,10 +22,10 @@ STEPS = 110 * TIMES + 160
 TRAINING = ("--dataset", "digits", "--global-batch", 64, "--precision", "fp64", "--epochs", 10_000)
 TRAINING += ("--max-steps", STEPS, "--save-every", 50, "--keep", 3)
 JOB = ROOT / "launch_scripts" / "slurm_uneven.sbatch"
-SAVES = "                report.save(step, net, identity | recipe, parts, args.keep"
+SAVES = "                run.save("
 # the trainer, with a checkpoint that takes a moment, and not so fast that it ends before it is interrupted
-SLOW = {SAVES: f"{SAVES}, lambda path: __import__('time').sleep(0.3)"}
-SLOW |= {NEXT_STEP: "                __import__('time').sleep(0.01)\n" + NEXT_STEP}
+SLOW = {SAVES: f"{SAVES}write_extra=lambda path: __import__('time').sleep(0.3)"}
+SLOW |= {NEXT_STEP: "            __import__('time').sleep(0.01)\n" + NEXT_STEP}
 WAYS = ("slurm signals all", "one rank is signalled", "one rank is killed", "rank 0 is killed while it saves")
 
 

@@ -1,0 +1,28 @@
+"""Batches of a held-out set for an evaluation on all ranks."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from common.uneven.batches import move
+from common.uneven.loading import part_loader
+from common.uneven.sampling import EvaluationSampler
+
+if TYPE_CHECKING:
+    from common.run.run import Run
+
+
+class EvaluationLoader:
+    """An iterable over this rank's batches, on the device. Every sample is on exactly one rank."""
+
+    def __init__(self, dataset: Dataset, run: "Run", **options: Any):
+        self.run = run
+        worker, samples = run.worker, len(dataset)  # type: ignore[arg-type]
+        self.sampler = EvaluationSampler(samples, worker.rank, worker.world_size, 1, run.dynamic_batches)
+        self.loader = part_loader(dataset, self.sampler, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_batch(self.run.eval_batch)
+        for batch in self.loader:
+            yield move(batch, self.run.device, self.run.precision.dtype)

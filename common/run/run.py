@@ -1,0 +1,325 @@
+"""A training run as its trainer sees it: batches, model, step, what is due, files. mnist_ddp/train.py shows all of it.
+
+    with Run(worker, args, name="mnist") as run:
+        batches = run.global_batches(train_set)
+        run.resume(net, optimizer=optimizer, scheduler=scheduler)
+        model = run.wrap(net, compute_loss)
+        while True:
+            if run.evaluation_is_due:
+                run.log_evaluation(**evaluate(net, run))
+            if run.checkpoint_is_due:
+                run.save()
+            if run.is_done:
+                break
+            ...  # the step: next(batches), no_sync, backward, optimizer_step
+            run.end_step()
+
+The loop belongs to the trainer; a Run never calls it. What a flag asks for (shares by speed, nodes that train by
+themselves, the largest micro-batch, a trace, members that come and go) happens in here, without a line in the trainer.
+"""
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from common.join.process_group import Group, process_group
+from common.launch import cli
+from common.launch.layout import Worker
+from common.launch.options import RunOptions
+from common.record.checkpoint import Part
+from common.record.folder import open_folder
+from common.record.report import Report
+from common.record.resume import resume
+from common.record.trackers import Tracker
+from common.run.evaluation import EvaluationLoader
+from common.uneven import ddp
+from common.uneven.balance import Balancer
+from common.uneven.global_batches import GlobalBatchLoader, StepBatch
+from common.uneven.memory import fitting_micro_batches
+from common.uneven.node_steps import NodeSteps
+from common.uneven.precision import Precision
+from common.uneven.seeding import derive_seed
+
+
+class Run:
+    """One run on this rank. Every rank makes one, and calls the same methods in the same order."""
+
+    group: Group
+    device: torch.device
+    precision: Precision
+    options: RunOptions
+    batches: GlobalBatchLoader
+    report: Report
+    nodes: NodeSteps
+    folder: Path
+    model: ddp.UnevenDistributedDataParallel
+
+    def __init__(self, worker: Worker, args: Namespace, name: str, trackers: Iterable[Tracker] = ()):
+        """`name` is that of the folder below runs/; `trackers` get every row of metrics.jsonl, on rank 0 only."""
+        self.worker, self.args, self.name, self.trackers = worker, args, name, trackers
+        self.step = 0  # optimizer steps done
+        self.total_steps = 0  # after which the run is done
+        self.identity: dict[str, Any] = {}  # what a checkpoint to resume from must have too
+        self.facts: dict[str, object] = {}  # further lines of the header
+        self.parts: dict[str, Part] = {}  # what a checkpoint has besides the weights
+        self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
+        self.has_said_reached = False
+        self._summary: dict[str, object] = {}
+        self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
+
+    def __enter__(self) -> "Run":
+        self._entered = self._enter()
+        return self._entered.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> Any:
+        return self._entered.__exit__(kind, error, at)
+
+    @contextlib.contextmanager
+    def _enter(self) -> Iterator["Run"]:
+        with process_group(self.worker, cli.join_options(self.args)) as self.group:
+            self.device = self.group.device
+            self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
+            self.options = cli.run_options(self.args, self.name)
+            yield self
+            if not self.options.eval_only:
+                self.report.summary(self.step, **self._summary)
+
+    # --- data ----------------------------------------------------------------------------------------------------
+
+    def first_on_node(self, what: str) -> AbstractContextManager[None]:
+        """The first worker of each node runs the body, then the node's others. Every rank must call this."""
+        return self.group.first_on_node(what)
+
+    def agree(self, **values: object) -> None:
+        """Raise UserError on every rank unless these are the same on all; and, at --resume, those of the checkpoint.
+        Every rank must call this."""
+        self.group.agree(**values)
+        self.identity |= values
+
+    def describe(self, **facts: object) -> None:
+        """Further lines of the header, such as data="mnist: 60,000 images"."""
+        self.facts |= facts
+
+    def global_batches(self, dataset: Dataset, **options: Any) -> GlobalBatchLoader:
+        """The loader of the training set, see GlobalBatchLoader for `options`. Call it once."""
+        self.batches = GlobalBatchLoader(
+            dataset,
+            cli.global_batch(self.args, self.worker.world_size),
+            seed=self.args.seed,
+            epochs=self.args.epochs,
+            shares=self.args.shares,
+            device=self.device,
+            dtype=self.precision.dtype,
+            **options,
+        )
+        total = self.batches.total_steps
+        self.total_steps = min(total, self.args.max_steps or total)
+        return self.batches
+
+    def evaluation_loader(self, dataset: Dataset, **options: Any) -> EvaluationLoader:
+        """Batches of a held-out set, on the device, each sample on exactly one rank. Ranks may get different numbers of
+        batches, so a loop over it must contain no collective. `options` are further ones of DataLoader."""
+        return EvaluationLoader(dataset, self, **options)
+
+    @functools.cached_property
+    def dynamic_batches(self) -> Callable[[], Iterator[int]] | None:
+        """With --balance auto, numbers of batches that are each given to one rank, so that fast ranks evaluate more."""
+        return self.group.numbers("evaluation") if self.args.balance == "auto" else None
+
+    @property
+    def eval_batch(self) -> int:
+        """The samples that a rank evaluates at once, once `wrap` has been called."""
+        return cli.eval_batch(self.args, self.micro_batches)
+
+    # --- model ---------------------------------------------------------------------------------------------------
+
+    def seed(self, purpose: str) -> None:
+        """Seed torch's generators for one purpose, such as "weights": the same on every layout."""
+        torch.manual_seed(derive_seed(self.args.seed, purpose))
+
+    def resume(self, net: torch.nn.Module, settings: dict[str, Any] | None = None, **parts: Part) -> None:
+        """Load the checkpoint that --resume asks for. `parts` are what a step changes besides the weights of `net`: all
+        optimizers and schedulers, an average of the weights (see checkpoint.Part). `settings` must be those of the
+        checkpoint, as flags must. Every rank must call this, before `wrap`."""
+        args, timer, sampler = self.args, self.batches.timer, self.batches.sampler
+        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
+        self.net = net
+        self.nodes = NodeSteps(net, sampler, timer, self.group.ranks_of_nodes, *outer)
+        self.parts = {**parts, "scaler": self.precision.scaler, **self.nodes.parts}
+        self.recipe = cli.recipe(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
+        self.folder = open_folder(self.group, self.options)
+        self.step = resume(self.group, self.options, self.folder, net, self.identity, self.recipe, **self.parts)
+        self.batches.step = self.step
+
+    def wrap(
+        self,
+        net: torch.nn.Module,
+        compute_loss: Callable[[torch.nn.Module, Any], Any],
+        untrained_loss: float | None = None,
+        dynamic: bool = False,
+        **options: Any,
+    ) -> ddp.UnevenDistributedDataParallel:
+        """`net` in DistributedDataParallel, and the files of the run opened. Every rank must call this, after `resume`.
+
+        `compute_loss(model, micro)` returns the summed loss of a micro-batch, or a tuple that begins with it. The first
+        loss must be near `untrained_loss`, such as ln(10) for a guess among ten classes. `dynamic`: rows differ in
+        length, which --compile should know. `options` are further ones of `ddp.wrap`.
+        """
+        args, plan = self.args, self.batches.plan
+        self.micro_batches = cli.micro_batches(args, self.worker.world_size) or self._fitting(net, compute_loss)
+        self.batches.micro_batch = self.micro_batches[self.worker.rank]
+        self.model = model = ddp.wrap(
+            net,
+            self.batches,
+            compute_loss,
+            compiled="dynamic" if args.compile and dynamic else args.compile,
+            compress=args.compress,
+            nodes=self.nodes,
+            **options,
+        )
+        timer = self.batches.timer
+        self.balancer = Balancer(plan, self.batches.sampler, timer, model, on=args.balance == "auto")
+        self.report = Report(self.group, plan, timer, self.options, self.precision, untrained_loss, self.trackers)
+        if args.eval_only:
+            self.evaluation_is_due, self.total_steps = True, self.step
+            return model
+        facts = {"micro_batches": self.micro_batches, **self.facts}
+        self.report.open_together(self.folder, self.step, self.total_steps, **facts)
+        if self.report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
+            self._note_due(self._epoch_ends_or_eval_every, self._wants_checkpoint and self.nodes.are_same)
+        return model
+
+    def _fitting(self, net: torch.nn.Module, compute_loss: Callable[[torch.nn.Module, Any], Any]) -> list[int]:
+        """The largest micro-batch of each rank, for --micro-batch auto."""
+
+        def trial(rows: int) -> None:
+            with self.autocast():
+                loss = ddp.loss_of(compute_loss(net, self.batches.sample_batch(rows)))
+            loss.backward()
+
+        plan = self.batches.plan
+        most = plan.global_batch if self.args.balance == "auto" else plan.shares[self.worker.rank]
+        pace = self.group.each_at_its_own_pace("the largest micro-batch of each rank")
+        return fitting_micro_batches(net, trial, most, pace)
+
+    # --- the step ------------------------------------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager:
+        """Use around forward: the types of --precision."""
+        return self.precision.autocast()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()`, scaled up under fp16. What it is given in a step, over all micro-batches and ranks, is the
+        loss of the step in the log."""
+        self.precision.backward(loss)
+
+    def optimizer_step(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        clip_norm: float = float("inf"),
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """Clip the gradients of the wrapped model, or of `model`, by their common norm, and take a step of each
+        optimizer. Together these must train all of its parameters, and no others."""
+        self.lr = optimizers[0].param_groups[0]["lr"]
+        self.grad_norm = self.precision.step(self.model if model is None else model, clip_norm, *optimizers)
+
+    def end_step(self) -> None:
+        """The optimizer step is done: note it, and find out what is due. Every rank must call this.
+
+        Every 1 to 5 seconds the ranks exchange what they have noted. Raises RunError for a loss that is not finite.
+        """
+        batch: StepBatch = self.batches.last
+        self.step = batch.step + 1
+        wants = self._wants_checkpoint
+        ends = self.step == self.total_steps or self.report.is_interrupted
+        evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, wants, now=ends)
+        self.report.note(self.step, self.lr, self.grad_norm, batch.global_count)
+        self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
+        self._note_due(evaluates, self._wants_checkpoint and self.nodes.are_same)
+
+    def _note_due(self, evaluates: bool, saves: bool) -> None:
+        if saves or evaluates or self.report.is_due:
+            for done in self.report.exchange():
+                self.precision.require_finite(done.step, done.loss, done.grad_norm)
+        self.evaluation_is_due = evaluates and self.report.evaluated_step != self.step
+        self.checkpoint_is_due = saves
+        if self.evaluation_is_due:
+            self._stopped_clock.enter_context(self.report.pause())  # its time does not count as training
+
+    @property
+    def _epoch_ends(self) -> bool:
+        return self.step == self.total_steps or self.step % self.batches.steps_per_epoch == 0
+
+    @property
+    def _epoch_ends_or_eval_every(self) -> bool:
+        every = getattr(self.args, "eval_every", None)
+        return self._epoch_ends or bool(every and self.step % every == 0)
+
+    @property
+    def _wants_checkpoint(self) -> bool:
+        return self.report.checkpoint_is_due(self.step, self._epoch_ends)
+
+    # --- what is due ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.total_steps
+
+    def has_reached(self, measure: str, target: float | None) -> bool:
+        """Whether the last evaluation's `measure` is at least `target`, which the log then says. Never for None."""
+        if target is None or self.report.last_eval.get(measure, -float("inf")) < target:
+            return False
+        if not self.has_said_reached:
+            self.has_said_reached = True
+            self.line(f"reached {target:.2%} after {self.report.clock.seconds:.1f} s of training")
+        return True
+
+    def log_evaluation(self, **numbers: float) -> None:
+        """Write what an evaluation after this step has found, such as loss=, accuracy= and count=."""
+        self._stopped_clock.close()
+        self.evaluation_is_due = False
+        self.report.evaluation(self.step, **numbers)
+
+    def save(
+        self,
+        into: str = "checkpoints",
+        write_extra: Callable[[Path], None] | None = None,
+        **numbers: float,
+    ) -> None:
+        """Write a checkpoint. `write_extra(folder)` adds files to it. Every rank must call this.
+
+        Into another folder than "checkpoints" go the weights alone, of one step only, with `numbers` in its state.json.
+        Raises Interrupted where a signal has asked for the end of the run.
+        """
+        is_main = into == "checkpoints"
+        parts, keep = (self.parts, self.args.keep) if is_main else ({}, 1)
+        self.report.save(self.step, self.net, self.identity | self.recipe | numbers, parts, keep, write_extra, into)
+        if is_main:
+            self.checkpoint_is_due = False
+            self.report.end_if_interrupted(self.step)
+
+    def finish_saving(self) -> None:
+        """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
+        self.report.finish_saving()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Use around work between two steps that is not training."""
+        return self.report.pause()
+
+    def line(self, text: str) -> None:
+        """One line from rank 0."""
+        self.report.line(text)
+
+    def summarize(self, **numbers: object) -> None:
+        """What the last row of metrics.jsonl has besides what each run has."""
+        self._summary |= numbers

@@ -1,0 +1,173 @@
+"""GlobalBatchLoader: this rank's part of each global batch of a whole training, on any layout.
+
+    batches = GlobalBatchLoader(train_set, global_batch=256, seed=0, micro_batch=64, epochs=3, step=step)
+    model = ddp.wrap(net, batches, compute_loss)
+    for batch in batches:
+        for micro, is_last in batch.micro_batches():
+            with model.no_sync(enabled=not is_last):
+                (compute_loss(model, micro) / batch.global_count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+The order of samples depends on (seed, epoch) alone. Optimizer step `s` takes the slice [s*B, (s+1)*B) of it, and rank
+`r` a contiguous part of that slice, by its share. Nothing is padded and nothing repeated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from common.errors import UserError
+from common.uneven.batches import micro_batches, move
+from common.uneven.batching import plan_batches
+from common.uneven.loading import BatchedDataset, part_loader
+from common.uneven.sampling import Indices, UnevenDistributedSampler
+from common.uneven.seeding import derive_seed, seed_noise
+from common.uneven.timer import NOT_EXCHANGED, StepTimer
+from common.uneven.token_balance import TokenBalancedSampler
+
+Cut = Callable[[Any, int | None], Iterator[tuple[Any, bool]]]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's part of one optimizer step's global batch."""
+
+    step: int  # optimizer steps done before it
+    global_count: float  # over all ranks: the samples, or the sum of their `counts`. Divide the summed loss by it
+    global_samples: int  # the samples of all ranks
+    work: float  # of this rank: its samples, or their tokens where those are balanced
+    pieces: Callable[[], Iterator[tuple[Any, bool]]]
+
+    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
+        return self.pieces()
+
+
+class GlobalBatchLoader(Iterator[StepBatch]):
+    """An iterator over all epochs; each item is this rank's part of one optimizer step.
+
+    It knows its position (`step`), moves the part to `device`, cuts it into micro-batches, and seeds the noise of the
+    step, such as dropout's, with (seed, step, rank). Every rank makes one, of the same data.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        global_batch: int,
+        *,
+        seed: int = 0,
+        epochs: int = 1,
+        step: int = 0,
+        micro_batch: int | None = None,
+        shares: Sequence[float] | None = None,
+        counts: Sequence[float] | torch.Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        pass_tokens: int = 0,
+        cut: Cut | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
+    ):
+        """`dataset` has `__len__` and `__getitem__`, or is a `BatchedDataset`; `collate` makes a batch of samples.
+
+        `global_batch`: samples per optimizer step over all ranks. `step`: optimizer steps done, of a resumed run.
+        `micro_batch`: the most samples in one forward on this rank, None for all at once. `shares`: how each global
+        batch is divided, one number for each rank, in any unit. `counts`: for each sample, what the loss is a mean
+        over, such as its tokens; by default samples. `lengths`: of the samples, in tokens; parts are then balanced by
+        tokens, and a forward costs `pass_tokens` more. `cut(part, micro_batch)` yields pieces with `is_last`, where
+        rows are not all that there is to cut. `device`: by default the CPU. `dtype`: of floating-point tensors.
+        `options` are further ones of DataLoader, such as num_workers.
+        """
+        self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.dataset, self.seed, self.epochs, self.step = dataset, seed, epochs, step
+        self.micro_batch, self.cut, self.dtype = micro_batch, cut, dtype
+        self.device = device or torch.device("cpu")
+        self.timer = StepTimer(self.device)
+        self.plan = plan_batches(len(dataset), global_batch, world_size, shares)  # type: ignore[arg-type]
+        if lengths is None:
+            self.sampler = UnevenDistributedSampler(self.plan, self.rank, seed)
+        else:
+            self.sampler = TokenBalancedSampler(self.plan, self.rank, seed, lengths, pass_tokens)
+        self.longest = 0 if lengths is None else int(torch.as_tensor(lengths).argmax())  # a sample of the most tokens
+        self.counts = None if counts is None else self.sampler.sums_in_steps(counts)
+        self.loader = part_loader(dataset, self.sampler, seed, collate, **options)
+        self.items: Iterator[Any] | None = None  # of the epoch that has begun
+        self.last: StepBatch  # that it has given
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.plan.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all epochs."""
+        return self.plan.steps_per_epoch * self.epochs
+
+    def __len__(self) -> int:
+        """Optimizer steps that are left."""
+        return max(0, self.total_steps - self.step)
+
+    def __next__(self) -> StepBatch:
+        if self.items is not None and not self.timer.has_reduced:
+            raise UserError(NOT_EXCHANGED)
+        if self.step >= self.total_steps:
+            raise StopIteration
+        epoch, first_step = divmod(self.step, self.plan.steps_per_epoch)
+        self.timer.mark("begin")  # starting the loader's workers is loading too
+        if self.items is None or not first_step:
+            self.sampler.set_epoch(epoch, first_step)
+            self.items = iter(self.loader)
+        part = next(self.items)
+        if first_step == self.plan.steps_per_epoch - 1:
+            next(self.items, None)  # there is none, and the loader's processes are ready for the next epoch
+        self.timer.mark("loaded")
+        self.timer.has_reduced = False
+        seed_noise(self.device, derive_seed(self.seed, "dropout", self.step, self.rank))
+        self.last = self._batch(part)
+        return self.last
+
+    def _batch(self, part: Any) -> StepBatch:
+        step = self.step
+        self.step += 1
+        mine = self.sampler.part(step, self.rank)
+        samples = self.plan.global_count(step)
+        count = samples if self.counts is None else self.counts[step]
+        if self.cut is None:
+            moved = move(part, self.device, self.dtype)
+            return StepBatch(
+                step, count, samples, self.sampler.work(mine), lambda: micro_batches(moved, mine, self.micro_batch)
+            )
+        return StepBatch(step, count, samples, self.sampler.work(mine), lambda: self._cut(part, self.micro_batch))
+
+    def _cut(self, part: Any, micro_batch: int | None) -> Iterator[tuple[Any, bool]]:
+        assert self.cut is not None
+        for piece, is_last in self.cut(part, micro_batch):
+            yield move(piece, self.device, self.dtype), is_last
+
+    def sample_batch(self, rows: int) -> Any:
+        """One forward's batch of the longest sample, `rows` times; with 0 an empty batch."""
+        indices = Indices([self.longest] * rows)
+        is_batched = isinstance(self.dataset, BatchedDataset)
+        part = self.dataset.get_batch(indices) if is_batched else self.loader.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        if self.cut is None:
+            return move(part, self.device, self.dtype)
+        return next(self._cut(part, None))[0]
+
+
+def require_global_batches(batches: object) -> None:
+    """Raise UserError for anything else, such as a DataLoader."""
+    if isinstance(batches, GlobalBatchLoader):
+        return
+    what = "a DataLoader" if isinstance(batches, DataLoader) else f"a {type(batches).__name__}"
+    raise UserError(
+        f"wrap() got {what}, which knows neither the global batch nor empty parts, and what its data set draws at "
+        "random would depend on the layout: write batches = GlobalBatchLoader(dataset, global_batch, seed=..., "
+        "epochs=...) of common.uneven.global_batches, with collate= in place of collate_fn=, without batch_size, "
+        "shuffle, sampler and drop_last, and with the other options as they are; then `for batch in batches:`"
+    )
