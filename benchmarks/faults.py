@@ -40,7 +40,7 @@ NAMED = re.compile(
 MOMENTS = {
     "forward": "                    with run.autocast():\n",
     "all-reduce": "                    run.backward(",
-    "optimizer": "                scheduler.step()\n",
+    "optimizer": "            scheduler.step()\n",
     "evaluation": "                    numbers = evaluate(",
     "checkpoint": "                run.save(",
 }
@@ -158,7 +158,7 @@ def script_with(fault: Fault, subject: Subject, folder: Path) -> tuple[Path, Pat
         place = MOMENTS[fault.moment]
         assert source.count(place) == 1, place
         indent = " " * (len(place) - len(place.lstrip()))
-        here = f"step == {subject.step_of(fault)} and worker.rank == {fault.rank}"
+        here = f"run.step == {subject.step_of(fault)} and worker.rank == {fault.rank}"
         once = f"{here} and not __import__('os').path.exists({str(stamp)!r})"
         note = f"open({str(stamp)!r}, 'w').write(str(__import__('time').monotonic()))"
         fails = f"{indent}if {once}:\n{indent}    {note}\n{indent}    {DO[fault.what]}\n"

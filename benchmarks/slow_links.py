@@ -33,16 +33,13 @@ RECIPE = [*MODEL, "--global-batch", "32", "--epochs", "20", "--lr", "2e-3", "--w
 WAYS = {
     "exact": [],
     "bf16": ["--compress", "bf16"],
-    "powersgd:4": ["--compress", "powersgd:4"],
     "every 50": ["--sync-every", "50"],
     "every 100": ["--sync-every", "100"],
-    "every 50, 10 steps late": ["--sync-every", "50", "--sync-delay", "10"],
     "every 50, bf16": ["--sync-every", "50", "--compress", "bf16"],
     "every 25, bf16": ["--sync-every", "25", "--compress", "bf16"],
     "every 100, bf16": ["--sync-every", "100", "--compress", "bf16"],
-    "every 100, bf16, 10 steps late": ["--sync-every", "100", "--compress", "bf16", "--sync-delay", "10"],
 }
-LIMITED = ["exact", "bf16", "powersgd:4", "every 50", "every 50, 10 steps late"]
+LIMITED = ["exact", "bf16", "every 50"]
 DELAYED = ["exact", "every 50", "every 50, bf16", "every 25, bf16", "every 50, 10 steps late", "every 100, bf16"]
 # A guess: AdamW on each of two nodes sees half of the batch, with 1.41 times the noise, and might want larger steps.
 LARGER = ["--lr", "2.83e-3", "--clip-norm", "1.41"]
@@ -165,7 +162,6 @@ def show_loss(flags: list[str], chosen: set[str]) -> None:
         others[f"every 50, outer lr {outer}"] = ["--sync-every", "50", "--outer-lr", outer]
         others[f"every 25, bf16, outer lr {outer}"] = [*WAYS["every 25, bf16"], "--outer-lr", outer]
     others["every 50, outer momentum 0.3"] = ["--sync-every", "50", "--outer-momentum", "0.3"]
-    others["every 50, 25 steps late"] = ["--sync-every", "50", "--sync-delay", "25"]
     others["exact, lr and clipping x 1.41"] = LARGER
     others["exact, half of the batch, as many steps"] = ["--global-batch", "16", "--epochs", "10"]
     others |= {f"{way}, four times as long": [*WAYS[way], "--epochs", "80"] for way in ("exact", "every 50")}

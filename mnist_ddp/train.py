@@ -22,8 +22,9 @@ from mnist_ddp.model import ConvNet
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with Run(worker, args, name="mnist") as run:
-        # Data. Each global batch is cut by shares, 256 on `8,2` into 26 x 6 and 25 x 4. An epoch's last one holds what
-        # is left, and nothing is padded.
+        # Data. An epoch's order is shuffled, the same on every layout. A global batch is a slice of it, and a rank has
+        # a slice of that, by its share: on `8,2`, ten ranks, ranks 0 to 5 have 26 of 256 images, the others 25. The
+        # last batch of an epoch may be smaller.
         with run.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # between the ranks, and with the checkpoint of --resume
@@ -36,11 +37,13 @@ def train(worker: Worker, args: Namespace) -> None:
         # With the usual eps of 1e-8, rounding noise in gradients near zero moves weights by 5e-5 within 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
-        run.resume(net, optimizer=optimizer, scheduler=scheduler)
-        model = run.wrap(net, compute_loss, untrained_loss=math.log(10))  # a guess among ten classes
+        run.resume(net, optimizer=optimizer, scheduler=scheduler)  # and the place in `batches`, with --resume
+        # DDP whose all-reduce sums, where plain DDP averages. An untrained model guesses: its loss is near ln(10).
+        model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due comes first: a run that has lost ranks makes up for it here.
+            # What is due after the steps so far comes first. With --elastic, the ranks that are left when one has died
+            # come to this line again, with the weights that they hold.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:
@@ -49,11 +52,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 break
 
             batch = next(batches)  # this rank's part of one global batch
-            for micro, is_last in batch.micro_batches():  # at least one, perhaps empty
-                with model.no_sync(enabled=not is_last):  # one exchange a step, in the last backward
+            for micro, is_last in batch.micro_batches():  # at least one: where there are no images, an empty one
+                with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro, args.label_smoothing)
-                    run.backward(loss_sum / batch.global_count)  # of all ranks; the all-reduce sums over them
+                    run.backward(loss_sum / batch.global_count)  # divided by the images of all ranks, which are summed
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

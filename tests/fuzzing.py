@@ -113,7 +113,7 @@ def written(name: str, content: bytes) -> Path:
 KINDS = [
     *(values.positive_int, values.natural_int, values.port, values.positive_float, values.non_negative_float),
     *(values.probability, values.percent, values.save_every, values.steps_or_percent, values.gpus_per_node),
-    *(values.shares, values.micro_batch, values.compression, values.slow_ranks, figures.size),
+    *(values.shares, values.micro_batch, values.slow_ranks, figures.size),
     figures.link,
 ]
 WORDS = [
@@ -129,7 +129,6 @@ WORDS = [
     "nan",
     "inf",
     "bf16",
-    "powersgd:4",
     "1Gbit,0.1ms",
     "٣",
 ]

@@ -413,7 +413,6 @@ def test_a_batch_per_gpu_keeps_the_global_batch_of_the_start(tmp_path):
     [
         (("--elastic", 5, "-n", 1, "-g", 2), "--elastic 5, but the job has 2 ranks"),
         (("--elastic", 1, "-n", 1, "-g", 2, "--sync-every", 5), "--elastic with --sync-every"),
-        (("--elastic", 1, "-n", 1, "-g", 2, "--compress", "powersgd:2"), "--elastic with --compress powersgd"),
         (("--elastic", 0), "--elastic"),
     ],
 )

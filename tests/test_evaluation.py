@@ -5,6 +5,7 @@ import struct
 import pytest
 import torch
 
+from common.uneven.sums import Sums
 from tests.harness import MNIST, SHARED, play, rows
 
 
@@ -24,6 +25,13 @@ def images(tmp_path_factory):
         (raw / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels.numpy().tobytes())
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + labels.numpy().tobytes())
     return folder
+
+
+def test_numbers_of_python_keep_all_their_digits_in_a_sum():
+    sums = Sums("loss", "weight", device=torch.device("cpu"))
+    sums.add(torch.tensor(0.5), 0.1)
+    sums.add(torch.tensor(0.5, dtype=torch.float64), 1669.7)
+    assert sums.values.tolist() == [1.0, 0.1 + 1669.7]
 
 
 def test_seven_ranks_count_each_image_once_and_agree_with_one(tmp_path):

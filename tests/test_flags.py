@@ -16,7 +16,6 @@ TRAINING = {
     "clip_norm",
     "seed",
     "sync_every",
-    "sync_delay",
     "outer_lr",
     "outer_momentum",
 }

@@ -145,10 +145,3 @@ def test_the_chapter_shows_what_it_prints():
     chapter = (ROOT / "docs" / "unequal-machines.md").read_text()
     command = re.search(r"^    python (-m common\.predict -g 8,2 .*)$", chapter, re.MULTILINE)
     assert command and f"```\n{run('python', *command[1].split()).output}```\n" in chapter
-
-
-def test_nodes_that_train_on_meanwhile_do_not_wait_for_the_link():
-    found = cluster((1, 1), (100.0, 100.0), SLOW)
-    waits, late, short = (predict(found, 128, 100 * MB, Way(sync_every=50, sync_delay=delay)) for delay in (0, 49, 1))
-    assert late.exchange < waits.exchange / 10
-    assert late.exchange < short.exchange < waits.exchange

@@ -1,13 +1,10 @@
 """--compress and --sync-every, for slow links between nodes: what they exchange, and how near they stay."""
 
-import json
-
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights, write_trainer
 from tests.test_bad_input import refusal
 from tests.test_balanced_runs import FORWARD
-from tests.test_memory import LARGE
 from tests.trainers import altered
 
 # 1,438 samples: 14 steps an epoch, the last of 8 samples, so that some ranks have one sample or none
@@ -77,22 +74,6 @@ def test_the_error_of_a_sum_in_bf16_is_that_of_the_docs(ranks, error, tmp_path):
     assert float((tmp_path / "error").read_text()) == pytest.approx(error, rel=0.2)
 
 
-@pytest.mark.long
-def test_powersgd_trains_with_the_same_weights_on_all_ranks_and_its_first_ten_steps_are_exact(checked, exact, tmp_path):
-    play(checked, (2, 1), tmp_path, *DIGITS, "--epochs", 4, "--compress", "powersgd:8", "--micro-batch", 7)
-    found = losses(tmp_path)
-    assert found[:11] == pytest.approx(exact[:11], rel=1e-4)
-    assert found[11:] != pytest.approx(exact[11:], rel=1e-4)
-    assert sum(found[-14:]) == pytest.approx(sum(exact[-14:]), rel=0.1)
-
-
-@pytest.mark.long
-def test_powersgd_takes_gradients_that_are_larger_than_one_bucket_of_ddp(tmp_path):
-    trainer = altered(tmp_path / "large_ddp", LARGE)
-    play(trainer, (2, 1), tmp_path / "run", *DIGITS, "--max-steps", 30, "--compress", "powersgd")
-    assert losses(tmp_path / "run")[-1] < 1.5
-
-
 def test_one_process_has_nothing_to_compress(tmp_path):
     for way in ("off", "bf16"):
         play(MNIST, (1,), tmp_path / way, *DIGITS, "--max-steps", 10, "--compress", way)
@@ -101,25 +82,17 @@ def test_one_process_has_nothing_to_compress(tmp_path):
 
 @pytest.mark.long
 def test_compression_may_change_when_a_run_is_resumed(tmp_path):
-    play(MNIST, (2,), tmp_path, *DIGITS, "--max-steps", 5, "--compress", "powersgd")
-    play(MNIST, (2, 1), tmp_path, *DIGITS, "--max-steps", 10, "--compress", "bf16", "--resume")
+    play(MNIST, (2,), tmp_path, *DIGITS, "--max-steps", 5, "--compress", "bf16")
+    play(MNIST, (2, 1), tmp_path, *DIGITS, "--max-steps", 10, "--compress", "off", "--resume")
     assert len(losses(tmp_path)) == 10
 
 
 @pytest.mark.parametrize("flags, said", [
     (["--compress", "bf16", "--precision", "fp64"], "fp64 is for proofs, which are exact"),
-    (["--compress", "powersgd:39"], "powersgd:39 makes no matrix of this model smaller (the largest is 128 x 192): "
-     "give a rank of at most 38"),
-    (["--compress", "powersgd:0"], "'powersgd:0' is not allowed: give off, bf16, or powersgd:R with a rank R of 1"),
-    (["--compress", "fp16"], "'fp16' is not allowed: give off, bf16, or powersgd:R"),
-    (["--compress", "powersgd", "--sync-every", 5], "the nodes exchange no gradients then: use --compress bf16"),
-    (["--compress", "powersgd", "--precision", "fp16"], "a step whose gradients overflow"),
-    (["--compress", "powersgd", "--balance", "auto"], "its exchanges are a part of backward"),
+    (["--compress", "fp16"], "invalid choice: 'fp16' (choose from"),
     (["--sync-every", 5, "--precision", "fp16"], "the nodes' loss scales would differ: use bf16"),
     (["--sync-every", 0], "'0' is not allowed"),
     (["--outer-lr", 0.7], "--outer-lr 0.7 without --sync-every"),
-    (["--sync-delay", 2], "--sync-delay 2 without --sync-every"),
-    (["--sync-every", 5, "--sync-delay", 5], "at most 4 is allowed"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(flags, said, tmp_path):
     assert said in refusal(tmp_path, *DIGITS, *flags)
@@ -184,9 +157,8 @@ def test_the_outer_step_is_nesterovs(sgd, tmp_path):
     assert losses(tmp_path / "nodes") == pytest.approx(losses(tmp_path / "ddp"), abs=1e-9)
 
 
-@pytest.mark.parametrize("delay", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(delay, sgd, tmp_path):
-    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5, "--sync-delay", delay)
+def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it_had_not_ended(sgd, tmp_path):
+    flags = (*DIGITS, "--precision", "fp64", "--epochs", 2, "--lr", 0.02, "--sync-every", 5)
     flags += ("--save-every", 7, "--keep", 9)
     play(sgd, (2, 1), tmp_path / "whole", *flags)
     play(sgd, (2, 1), tmp_path / "parts", *flags)
@@ -202,14 +174,14 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
 TOKENS = """
 from common.uneven import ddp
 from common.uneven.global_batches import GlobalBatchLoader
-from common.uneven.node_steps import NodeSteps
+from common.uneven.local_sgd import LocalSGD
 """
 TOKEN_BODY = """
 lengths = [1, 30, 2, 2, 9, 1, 1, 4, 25, 1, 3, 2, 7]  # the last step has one row
 batches = GlobalBatchLoader(torch.arange(13.0, dtype=torch.float64)[:, None], 4, lengths=lengths)
 net = torch.nn.Linear(1, 1).double()
 torch.nn.init.ones_(net.weight), torch.nn.init.zeros_(net.bias)
-nodes = NodeSteps(net, batches.sampler, batches.timer, group.ranks_of_nodes, {every})
+nodes = LocalSGD(net, batches.sampler, batches.timer, group.ranks_of_nodes, {every})
 optimizer = torch.optim.SGD(net.parameters(), 1e-3)
 
 
@@ -224,7 +196,7 @@ for batch in batches:
             (compute_loss(model, micro) / batch.global_count).backward()
     optimizer.step()
     optimizer.zero_grad()
-    nodes.end_step(False, False, now=batch.step == 3)
+    nodes.end_step(False, now=batch.step == 3)
 if worker.is_main:
     Path(args.out_dir, "weight").write_text(repr(net.weight.item()))
 """
@@ -238,42 +210,6 @@ def test_a_nodes_samples_are_those_of_the_sampler_where_parts_are_balanced_by_to
         play(write_trainer(folder, TOKEN_BODY.format(every=every), TOKENS), (1, 1), folder)
         found.append(float((folder / "weight").read_text()))
     assert found[0] != 1.0 and found[1] == pytest.approx(found[0], abs=1e-12)
-
-
-DELAYED = """
-batches, net = GlobalBatchLoader(range(22), 2), torch.nn.Linear(1, 1, bias=False).double()
-nodes = NodeSteps(net, batches.sampler, batches.timer, group.ranks_of_nodes, every=4, delay=2)
-torch.nn.init.zeros_(net.weight)
-nodes.start()
-found = []
-for step in range(11):
-    with torch.no_grad():
-        net.weight.add_(1.0 if worker.is_main else 3.0)
-    nodes.end_step(False, step == 7 and {saves}, now=step == 10)
-    found.append(net.weight.item())
-Path(args.out_dir, f"weights-{{worker.rank}}").write_text(repr(found))
-"""
-
-
-def delayed(folder, saves):
-    """The weights of two nodes after each step, of which one adds 1 in a step and the other 3."""
-    imports = TOKENS + "from common.uneven.sampling import UnevenDistributedSampler\n"
-    play(write_trainer(folder, DELAYED.format(saves=saves), imports), (1, 1), folder)
-    return [json.loads((folder / f"weights-{rank}").read_text()) for rank in range(2)]
-
-
-def test_nodes_train_on_while_their_changes_travel_and_add_what_they_have_learned_since(tmp_path):
-    first, second = delayed(tmp_path, saves=False)
-    #                after step 4: 4 and 12 are sent    mean 8    + 2, + 6            mean of the next four: 8
-    assert first[:10] == [1, 2, 3, 4, 5, 8 + 2, 11, 12, 13, 16 + 2]
-    assert second[:10] == [3, 6, 9, 12, 15, 8 + 6, 17, 20, 23, 16 + 6]
-    assert first[10] == second[10] == 16 + (3 + 9) / 2
-
-
-def test_where_weights_are_to_be_saved_an_outer_step_waits_whatever_the_delay(tmp_path):
-    first, second = delayed(tmp_path, saves=True)
-    assert first[7] == second[7] == 16
-    assert (first[9], second[9]) == (18, 22)
 
 
 def test_an_evaluation_alone_needs_no_flags_of_the_run(tmp_path):

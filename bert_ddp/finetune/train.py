@@ -80,7 +80,7 @@ def train(worker: Worker, args: Namespace) -> None:
         files = pretrained.files_of(net, tokenizer)
 
         while True:
-            # What is due comes first: a run that has lost ranks makes up for it here.
+            # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
             if run.evaluation_is_due:
                 numbers = evaluate(net, found.held_out["dev"], run).numbers
                 if numbers[measure] > best_score:  # before the row: a run that is lost in between evaluates again
@@ -93,11 +93,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 break
 
             batch = next(batches)  # this rank's part of one global batch
-            for micro, is_last in batch.micro_batches():  # at least one, perhaps a stand-in for no rows
-                with model.no_sync(enabled=not is_last):  # one exchange a step, in the last backward
+            for micro, is_last in batch.micro_batches():  # a rank without rows has one that does not count
+                with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro)
-                    run.backward(loss_sum / batch.global_count)  # of all ranks; the all-reduce sums over them
+                    run.backward(loss_sum / batch.global_count)  # over all ranks; the all-reduce sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

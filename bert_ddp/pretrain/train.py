@@ -59,7 +59,7 @@ def train(worker: Worker, args: Namespace) -> None:
         model = run.wrap(net, compute_loss, untrained_loss, pad_empty_batch=True)
 
         while True:
-            # What is due comes first: a run that has lost ranks makes up for it here.
+            # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
             if run.evaluation_is_due:
                 numbers = evaluate(net, test_loader, run)
                 run.log_evaluation(**numbers, unigram_entropy=text.meta["unigram_entropy"])
@@ -70,10 +70,10 @@ def train(worker: Worker, args: Namespace) -> None:
 
             batch = next(batches)  # this rank's part of one global batch
             for micro, is_last in batch.micro_batches():  # at least one, perhaps empty
-                with model.no_sync(enabled=not is_last):  # one exchange a step, in the last backward
+                with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, *_ = compute_loss(model, micro, batch.global_count / batch.global_samples)
-                    run.backward(loss_sum / batch.global_count)  # of all ranks; the all-reduce sums over them
+                    run.backward(loss_sum / batch.global_count)  # over all ranks; the all-reduce sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

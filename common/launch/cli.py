@@ -185,24 +185,15 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("slow links between the nodes")
     group.add_argument(
         "--compress",
-        type=values.compression,
+        choices=("off", "bf16"),
         default="off",
-        metavar="bf16|powersgd:R",
-        help="exchange gradients (with --sync-every, changes of weights) rounded, or gradients as products of matrices "
-        "of rank R; changes the result a little",
+        help="bf16: exchange gradients (with --sync-every, changes of weights) rounded; changes the result a little",
     )
     group.add_argument(
         "--sync-every",
         type=values.positive_int,
         metavar="H",
         help="let each node train by itself, and average the nodes' changes every H steps: another optimisation",
-    )
-    group.add_argument(
-        "--sync-delay",
-        type=values.natural_int,
-        default=0,
-        metavar="D",
-        help="steps that the nodes train on while their changes travel, less than H; 0: they wait for them",
     )
     group.add_argument(
         "--outer-lr", type=values.positive_float, default=1.0, metavar="X", help="of --sync-every's outer step"
@@ -318,10 +309,6 @@ def _check_elastic(args: argparse.Namespace, layout: Layout) -> None:
         )
     if getattr(args, "sync_every", None):
         raise UserError("--elastic with --sync-every: the nodes' own weights would be lost with them: leave one out")
-    if getattr(args, "compress", "off").startswith("powersgd"):
-        raise UserError(
-            f"--elastic with --compress {args.compress}: what a rank has not sent yet would be lost with it: use bf16"
-        )
 
 
 def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: int) -> argparse.Namespace:
@@ -337,45 +324,17 @@ def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: 
 
 
 def _check_links(args: argparse.Namespace) -> None:
-    if args.compress != "off":
-        if args.precision == "fp64":
-            raise UserError(
-                f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
-            )
-        if args.compress.startswith("powersgd"):
-            _check_powersgd(args)
-    if args.on_nan == "skip" and (args.sync_every or args.compress.startswith("powersgd")):
-        other = "--sync-every" if args.sync_every else f"--compress {args.compress}"
-        raise UserError(f"--on-nan skip with {other}: what it keeps of a step would be spoilt: leave one of them out")
-    outer = ("outer-lr", args.outer_lr, 1.0), ("outer-momentum", args.outer_momentum, 0.0)
-    for name, value, default in (*outer, ("sync-delay", args.sync_delay, 0)):
+    if args.compress != "off" and args.precision == "fp64":
+        raise UserError(
+            f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
+        )
+    if args.on_nan == "skip" and args.sync_every:
+        raise UserError("--on-nan skip with --sync-every: what it keeps of a step would be spoilt: leave one out")
+    for name, value, default in (("outer-lr", args.outer_lr, 1.0), ("outer-momentum", args.outer_momentum, 0.0)):
         if value != default and not args.sync_every:
             raise UserError(f"--{name} {value} without --sync-every, whose outer step it is of: give both")
-    if args.sync_every and args.sync_delay >= args.sync_every:
-        raise UserError(
-            f"--sync-delay {args.sync_delay} with --sync-every {args.sync_every}: the nodes' changes must have arrived "
-            f"when the next ones are sent: at most {args.sync_every - 1} is allowed"
-        )
     if args.sync_every and args.precision == "fp16":
         raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
-
-
-def _check_powersgd(args: argparse.Namespace) -> None:
-    if args.sync_every:
-        raise UserError(
-            f"--compress {args.compress} with --sync-every {args.sync_every}: the nodes exchange no gradients then: "
-            "use --compress bf16, which rounds their changes"
-        )
-    if args.precision == "fp16":
-        raise UserError(
-            f"--compress {args.compress} with --precision fp16: a step whose gradients overflow, as in fp16 some "
-            "do, would spoil all later ones: use --precision bf16, or --compress bf16"
-        )
-    if args.balance == "auto":
-        raise UserError(
-            f"--compress {args.compress} with --balance auto: its exchanges are a part of backward, so that fast ranks "
-            "would look as slow as the slowest: give --shares, or --compress bf16"
-        )
 
 
 def global_batch(args: argparse.Namespace, world_size: int) -> int:

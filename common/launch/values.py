@@ -132,18 +132,6 @@ def micro_batch(text: str) -> int | tuple[int, ...] | str:
     return sizes if "," in text or "x" in text else sizes[0]
 
 
-def compression(text: str) -> str:
-    """off, bf16 or powersgd:RANK; powersgd alone has rank 4."""
-    name, _, rank = ("powersgd:4" if text == "powersgd" else text).partition(":")
-    if name == "powersgd" and rank.isdecimal() and int(rank) >= 1:
-        return f"{name}:{int(rank)}"
-    if text not in ("off", "bf16"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: give off, bf16, or powersgd:R with a rank R of 1 or more, such as powersgd:4"
-        )
-    return text
-
-
 def _by_rank(text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
     """8x1.0,2x0.5 as ten numbers; nothing where the text is something else, or names more than MOST_RANKS."""
     numbers: list[Any] = []

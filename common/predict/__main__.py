@@ -48,7 +48,6 @@ def flags() -> ArgumentParser:
         "--slow", type=values.slow_ranks, metavar="RANK=SPEED", help="a rank at a part of its speed: 3=0.25"
     )
     parser.add_argument("--sync-every", type=values.positive_int, default=50, metavar="H", help="for that flag's rows")
-    parser.add_argument("--sync-delay", type=values.natural_int, default=0, metavar="D", help="for the same rows")
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run that has layout, speeds, gradients and batch")
     parser.add_argument("--doctor", type=Path, metavar="FILE", help="what the doctor's --json has printed, for --link")
     parser.add_argument("--examples", action="store_true", help="print tables for 8+2, 4 to 32, and 1,000 GPUs")
@@ -105,7 +104,7 @@ def report(args: Namespace) -> None:
     fixed = tuple(ms / 1e3 for ms in args.fixed_ms)
     cluster = Cluster(args.gpus, args.speed, fixed, args.inside, link, args.measured)
     sizes = args.global_batch, args.gradients
-    offered = ways(cluster, args.sync_every, args.sync_delay)
+    offered = ways(cluster, args.sync_every)
     steps = {way: predict(cluster, *sizes, way, args.micro_batches) for way in offered}
     equal = steps[Way()]
     speeds = ", ".join(f"{speed:,.0f}" for speed in args.speed)

@@ -66,14 +66,12 @@ class Way:
     balanced: bool = False
     compressed: float = 1.0  # the bytes that are exchanged, as a part of the gradients'
     sync_every: int = 0  # 0: nodes exchange in every step
-    sync_delay: int = 0  # steps in which the nodes do not wait for the outer step's exchange
 
     @property
     def flags(self) -> str:
         found = ["--balance auto"] if self.balanced else []
         found += ["--compress bf16"] if self.compressed < 1 else []
         found += [f"--sync-every {self.sync_every}"] if self.sync_every else []
-        found += [f"--sync-delay {self.sync_delay}"] if self.sync_delay else []
         return " ".join(found) or "equal shares"
 
 
@@ -117,8 +115,7 @@ def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, mic
         exchange = max(ends) - max(computing)
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2
-        beside = way.sync_delay * (max(computing) + exchange + max(cluster.fixed))
-        exchange += (max(0.0, outer - beside) + spread) / way.sync_every
+        exchange += (outer + spread) / way.sync_every
     report = cluster.all_reduce(0.0) if len(shares) > 1 else 0.0
     return Step(shares, computing, exchange, max(cluster.fixed), report / seconds_between_exchanges(report))
 
@@ -142,7 +139,7 @@ def _left_over(computing: float, last: float, gradients: float, seconds_of: Call
     return max(0.0, end - computing)
 
 
-def ways(cluster: Cluster, sync_every: int, sync_delay: int = 0) -> list[Way]:
+def ways(cluster: Cluster, sync_every: int) -> list[Way]:
     """What a person can choose from."""
     found = [Way()]
     if max(cluster.speeds) > min(cluster.speeds):
@@ -151,7 +148,7 @@ def ways(cluster: Cluster, sync_every: int, sync_delay: int = 0) -> list[Way]:
         found += [replace(way, compressed=0.5) for way in found]
     if len(cluster.nodes) > 1:
         exact = [way for way in found if way.compressed == 1]
-        found += [replace(way, sync_every=sync_every, sync_delay=sync_delay) for way in exact]
+        found += [replace(way, sync_every=sync_every) for way in exact]
     return found
 
 

@@ -13,7 +13,7 @@ from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
 from common.record.held import broadcast_tree, hold, take_over
 from common.record.lock import lock
-from common.uneven.node_steps import NodeSteps
+from common.uneven.local_sgd import LocalSGD
 
 
 def resume(
@@ -99,7 +99,7 @@ def _require_all_schedulers(parts: dict[str, Any]) -> None:
 
     A scheduler of torch notes `initial_lr` in the optimizer that it changes. A part of an unknown class may hold it.
     """
-    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module | NodeSteps
+    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module | LocalSGD
     others = [part for part in parts.values() if not isinstance(part, known)]
     for name, part in parts.items():
         scheduled = isinstance(part, torch.optim.Optimizer) and any("initial_lr" in one for one in part.param_groups)

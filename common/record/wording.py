@@ -39,9 +39,8 @@ def _links(flags: Mapping[str, Any], nodes: int, ranks: int) -> dict[str, str]:
     if every := flags.get("sync_every"):
         one = "; there is one node, so nothing is saved" if nodes == 1 else ""
         often = "every step" if every == 1 else f"every {every} steps"
-        late = f", {flags['sync_delay']} steps late" if flags.get("sync_delay") else ""
         rounded = ", rounded to bf16" if flags.get("compress") == "bf16" and nodes > 1 else ""
-        return {"links": f"nodes average their changes {often}{late}{rounded}, so the result depends on the nodes{one}"}
+        return {"links": f"nodes average their changes {often}{rounded}, so the result depends on the nodes{one}"}
     if (compress := flags.get("compress", "off")) != "off" and ranks > 1:
         return {"links": f"gradients are exchanged as {compress}, so the result depends on the layout a little"}
     return {}

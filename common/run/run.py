@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from common.errors import UserError
 from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
@@ -43,8 +44,8 @@ from common.run.evaluation import EvaluationLoader
 from common.uneven import ddp
 from common.uneven.balance import Balancer
 from common.uneven.global_batches import GlobalBatchLoader, StepBatch
+from common.uneven.local_sgd import LocalSGD
 from common.uneven.memory import fitting_micro_batches
-from common.uneven.node_steps import NodeSteps
 from common.uneven.precision import Precision
 from common.uneven.seeding import derive_seed
 
@@ -58,7 +59,7 @@ class Run:
     options: RunOptions
     batches: GlobalBatchLoader
     report: Report
-    nodes: NodeSteps
+    nodes: LocalSGD
     folder: Path
     model: ddp.UnevenDistributedDataParallel
 
@@ -149,10 +150,15 @@ class Run:
         """Load the checkpoint that --resume asks for. `parts` are what a step changes besides the weights of `net`: all
         optimizers and schedulers, an average of the weights (see checkpoint.Part). `settings` must be those of the
         checkpoint, as flags must. Every rank must call this, before `wrap`."""
+        if not hasattr(self, "batches"):
+            raise UserError(
+                "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a "
+                "DataLoader of one's own cannot take its place"
+            )
         args, timer, sampler = self.args, self.batches.timer, self.batches.sampler
-        outer = args.sync_every, args.sync_delay, args.outer_lr, args.outer_momentum, args.timeout
+        outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.net = net
-        self.nodes = NodeSteps(net, sampler, timer, self.group.ranks_of_nodes, *outer)
+        self.nodes = LocalSGD(net, sampler, timer, self.group.ranks_of_nodes, *outer)
         self.parts = {**parts, "scaler": self.precision.scaler, **self.nodes.parts}
         self.recipe = cli.recipe(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
         self.folder = open_folder(self.group, self.options)
@@ -173,6 +179,10 @@ class Run:
         loss must be near `untrained_loss`, such as ln(10) for a guess among ten classes. `dynamic`: rows differ in
         length, which --compile should know. `options` are further ones of `ddp.wrap`.
         """
+        if not hasattr(self, "net"):
+            raise UserError(
+                "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
+            )
         args, plan = self.args, self.batches.plan
         self.micro_batches = cli.micro_batches(args, self.worker.world_size) or self._fitting(net, compute_loss)
         self.batches.micro_batch = self.micro_batches[self.worker.rank]
@@ -194,7 +204,7 @@ class Run:
         facts = {"micro_batches": self.micro_batches, **self.facts}
         self.report.open_together(self.folder, self.step, self.total_steps, **facts)
         if self.report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
-            self._note_due(self._epoch_ends_or_eval_every, self._wants_checkpoint and self.nodes.are_same)
+            self._note_due(self._epoch_ends_or_eval_every, self._wants_checkpoint and self.nodes.is_synchronized)
         return model
 
     def _fitting(self, net: torch.nn.Module, compute_loss: Callable[[torch.nn.Module, Any], Any]) -> list[int]:
@@ -239,12 +249,11 @@ class Run:
         """
         batch: StepBatch = self.batches.last
         self.step = batch.step + 1
-        wants = self._wants_checkpoint
         ends = self.step == self.total_steps or self.report.is_interrupted
-        evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, wants, now=ends)
+        evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, now=ends)
         self.report.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
-        self._note_due(evaluates, self._wants_checkpoint and self.nodes.are_same)
+        self._note_due(evaluates, self._wants_checkpoint and self.nodes.is_synchronized)
 
     def _note_due(self, evaluates: bool, saves: bool) -> None:
         if saves or evaluates or self.report.is_due:

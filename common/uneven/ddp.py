@@ -30,7 +30,7 @@ from common.uneven.checks import Guard, UnsummedGradients, description, refuse_b
 from common.uneven.compression import Summed, gradient_sum, sum_bucket, sum_number
 from common.uneven.global_batch import needs_whole_parts
 from common.uneven.global_batches import GlobalBatchLoader, require_global_batches
-from common.uneven.node_steps import NodeSteps
+from common.uneven.local_sgd import LocalSGD
 from common.uneven.precision import IS_SUMMED
 from common.uneven.timer import StepTimer
 
@@ -76,7 +76,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if not timer.is_marked("loaded"):
             raise UserError(
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
-                "`for batch in batches:` and `for micro, is_last in batch.micro_batches():`"
+                "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"
             )
         self.guard.require_whole_part(is_last)
         self.guard.require_noted_gradients()
@@ -141,7 +141,7 @@ def wrap(
     no_micro_batches: bool = False,
     layout_dependent: Collection[str] = (),
     compress: str = "off",
-    nodes: NodeSteps | None = None,
+    nodes: LocalSGD | None = None,
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
@@ -155,7 +155,7 @@ def wrap(
     comes out. With `no_micro_batches`, they are refused: for a loss over the global batch. `compiled`: run the model
     by torch.compile; "dynamic" where rows differ in length. `compress` says how gradients are summed (compression.py).
     With `nodes` they are summed over the ranks of a node only, and `compress` is for the nodes' changes
-    (node_steps.py).
+    (local_sgd.py).
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
     same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
@@ -173,12 +173,6 @@ def wrap(
         )
     apart = nodes if nodes and nodes.is_on else None
     if apart:
-        if compress not in ("off", "bf16"):
-            raise UserError(
-                f"wrap(..., compress={compress!r}) with NodeSteps that are on: nodes exchange changes of weights, not "
-                "gradients: give off or bf16",
-                same_on_every_rank=True,
-            )
         if no_micro_batches or needs_whole_parts(net):
             raise UserError(
                 "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
@@ -199,7 +193,7 @@ def wrap(
         process_group=apart.group if apart else None,
         **keep_buffers,
     )
-    sum_gradients = apart.sum_gradients if apart else gradient_sum(compress, net)
+    sum_gradients = apart.sum_gradients if apart else gradient_sum(compress)
     wrapped.register_comm_hook((timer, sum_gradients), _sum_over_ranks)
     with wrapped.micro_batch():
         for _ in range(2):

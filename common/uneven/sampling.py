@@ -103,8 +103,8 @@ class SumsInSteps:
 
     def __init__(self, sampler: UnevenDistributedSampler, counts: Sequence[float] | torch.Tensor):
         self.sampler, self.counts = sampler, torch.as_tensor(counts)
-        if self.counts.is_floating_point():  # such as class weights
-            self.counts = self.counts.double()
+        if self.counts.is_floating_point():  # such as class weights; numbers of Python would be rounded to float32
+            self.counts = torch.as_tensor(counts, dtype=torch.float64)
         assert len(self.counts) == sampler.plan.samples, (len(self.counts), sampler.plan.samples)
         self.epoch, self.sums = -1, torch.empty(0)
 

@@ -14,8 +14,12 @@ class Sums:
 
     def add(self, *amounts: torch.Tensor | float) -> None:
         """Add one amount to each sum, in the order of the names. Does not wait for the device."""
-        tensors = [torch.as_tensor(amount, device=self.values.device).detach().double() for amount in amounts]
-        self.values += torch.stack(tensors)
+        self.values += torch.stack([self._as_double(amount) for amount in amounts])
+
+    def _as_double(self, amount: torch.Tensor | float) -> torch.Tensor:
+        if isinstance(amount, torch.Tensor):
+            return amount.detach().to(self.values)
+        return self.values.new_tensor(amount)  # torch.as_tensor would round it to float32
 
     def reduce(self) -> dict[str, float]:
         """The sums over all ranks, the same on each. Every rank must call this."""

@@ -278,9 +278,8 @@ def test_shares_follow_the_speed_of_ranks_on_the_gpu(tmp_path):
     assert slow < fast
 
 
-@pytest.mark.parametrize("compress", ["bf16", "powersgd:2"])
-def test_compressed_gradients_train_on_the_gpu(compress, tmp_path):
-    train(MNIST, (2, 1), tmp_path / "run", *DIGITS, "--compress", compress, "--epochs", 4)
+def test_compressed_gradients_train_on_the_gpu(tmp_path):
+    train(MNIST, (2, 1), tmp_path / "run", *DIGITS, "--compress", "bf16", "--epochs", 4)
     assert rows(tmp_path / "run", "eval")[-1]["accuracy"] > 0.9
 
 

@@ -8,23 +8,12 @@ Until an outer step each node trains by itself, on its part of each global batch
 weighted by their samples, and an outer optimizer takes a step with that average: SGD, with Nesterov momentum if wanted.
 Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
 
-With a delay of D steps nobody waits for the link. The nodes train on while their changes travel, and take the outer
-step D steps later, to which each adds what it has learned since:
-
-    step                   50  51  ...  60  61 ...  100      H = 50, D = 10
-    changes on their way    x   x   x    x           x
-    weights                              outer step + the node's own change of steps 51 to 60
-
-Between nodes, weights are the same only where an outer step waits, as it does where they are to be evaluated or saved.
-Source: Douillard et al. 2025, https://arxiv.org/abs/2501.18512, who take a mean where this adds.
-
 This is another optimisation than training in which every rank takes part in every step: the result depends on which
 ranks are on one node. With H = 1, an inner SGD without momentum, and an outer learning rate of 1 without momentum, both
 are the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,16 +26,7 @@ from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.timer import StepTimer
 
 
-@dataclass(frozen=True)
-class _OnTheirWay:
-    """The nodes' changes, between the beginning of an exchange and its end."""
-
-    weights: torch.Tensor  # of this node, when the exchange began
-    sent: torch.Tensor  # the changes' sum, once `work` is done
-    work: Any  # of the node's first rank; None on the others
-
-
-class NodeSteps:
+class LocalSGD:
     """The outer steps of `net`. Every rank makes one, before `wrap`, which it is given to.
 
     It is a part of a checkpoint, which holds the outer momentum. The optimizer of the trainer differs from node to
@@ -60,7 +40,6 @@ class NodeSteps:
         timer: StepTimer,
         nodes: Sequence[Sequence[int]],
         every: int | None,
-        delay: int = 0,
         lr: float = 1.0,
         momentum: float = 0.0,
         timeout_seconds: float = 600.0,
@@ -68,13 +47,11 @@ class NodeSteps:
         """Make a process group for each node, and one of the nodes' first ranks. Every rank must call this.
 
         `nodes` are the ranks of each node; `every` counts the steps between two outer steps, and with None all ranks
-        exchange in every step, and nothing is done here; `delay`, less than `every`, is how many steps an outer step
-        comes after the changes that it is made of; `timeout_seconds` is that of an exchange.
+        exchange in every step, and nothing is done here; `timeout_seconds` is that of an exchange.
         """
         self.net, self.sampler, self.timer, self.every = net, sampler, timer, every or 0
-        self.delay = delay
         self.is_on = every is not None
-        self.are_same = True  # all nodes have the same weights
+        self.is_synchronized = True  # all nodes have the same weights
         self.evaluation_is_due = False
         if not self.is_on:
             return
@@ -91,8 +68,7 @@ class NodeSteps:
         self.sent_as = self.anchor.dtype  # the numbers that nodes exchange
         self.are_many = len(nodes) > 1
         self.step = 0
-        self.samples = self.node_samples = 0  # since the last exchange began, of all nodes and of this one
-        self.on_their_way: _OnTheirWay | None = None
+        self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -128,12 +104,12 @@ class NodeSteps:
         scale = self.sampler.plan.global_count(self.step) / mine if mine else 0.0
         return sum_bucket(bucket, ranks=self.group, scale=scale)
 
-    def end_step(self, evaluation_is_due: bool, checkpoint_is_due: bool, now: bool) -> bool:
+    def end_step(self, evaluation_is_due: bool, now: bool) -> bool:
         """Call after each step of the trainer's optimizer. Every H-th call takes the outer step, and so does one with
         `now`, which is for the last step of all. Every rank must call this.
 
-        Weights may be evaluated and saved only where `are_same`. So what is due waits for an outer step, and that one
-        for the link, whatever the delay. Returns whether to evaluate now.
+        Weights may be evaluated and saved only where `is_synchronized`, so what is due waits for an outer step. Returns
+        whether to evaluate now.
         """
         if not self.is_on:
             return evaluation_is_due
@@ -141,44 +117,28 @@ class NodeSteps:
         self.node_samples += self._node_samples()
         self.samples += self.sampler.plan.global_count(self.step)
         self.step += 1
-        begins = now or self.step % self.every == 0
-        self.are_same = begins and (now or not self.delay or self.evaluation_is_due or checkpoint_is_due)
-        if self.on_their_way and (begins or self.step % self.every == self.delay):
-            self._end_exchange()
-        if begins:
-            self._begin_exchange()
-        if not self.are_same:
+        self.is_synchronized = now or self.step % self.every == 0
+        if not self.is_synchronized:
             return False
-        self._end_exchange()
+        self._take_outer_step()
         evaluates, self.evaluation_is_due = self.evaluation_is_due, False
         return evaluates
 
     @torch.no_grad()
-    def _begin_exchange(self) -> None:
-        weights = self._weights()
-        sent = ((self.anchor - weights) * (self.node_samples / self.samples)).to(self.sent_as)
-        is_first = dist.get_rank() == self.ranks[0]
-        work = dist.all_reduce(sent, group=self.leaders, async_op=True) if is_first else None
-        self.on_their_way = _OnTheirWay(weights, sent, work)
+    def _take_outer_step(self) -> None:
+        change = ((self.anchor - self._weights()) * (self.node_samples / self.samples)).to(self.sent_as)
         self.samples = self.node_samples = 0
-
-    @torch.no_grad()
-    def _end_exchange(self) -> None:
-        """Wait for the changes, and take the outer step with them."""
-        assert self.on_their_way
-        begun, self.on_their_way = self.on_their_way, None
         with self.timer.exchange():
-            if begun.work:
-                begun.work.wait()
-            dist.broadcast(begun.sent, src=self.ranks[0], group=self.group)
-        self.anchor.grad = begun.sent.to(self.anchor.dtype)
+            if dist.get_rank() == self.ranks[0]:
+                dist.all_reduce(change, group=self.leaders)
+            dist.broadcast(change, src=self.ranks[0], group=self.group)
+        self.anchor.grad = change.to(self.anchor.dtype)
         self.outer.step()
         self.anchor.grad = None
-        weights = self.anchor + (self._weights() - begun.weights) if self.samples else self.anchor
         start = 0
-        for one in self._trained():
-            one.copy_(weights[start : start + one.numel()].view_as(one))
-            start += one.numel()
+        for parameter in self._trained():
+            parameter.copy_(self.anchor[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()
 
     def _weights(self) -> torch.Tensor:
         """All trained weights, in one vector."""
