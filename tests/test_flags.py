@@ -101,7 +101,7 @@ def test_shares_that_are_not_weights_are_refused(text):
 def test_a_micro_batch_is_one_number_or_one_a_rank(text, sizes):
     assert values.micro_batch(text) == sizes
     args = argparse.Namespace(micro_batch=sizes)
-    assert [cli.micro_batch(args, rank) for rank in range(3)] == ([32] * 3 if text == "32" else [32, 32, 16])
+    assert cli.micro_batches(args, 3) == ([32] * 3 if text == "32" else [32, 32, 16])
 
 
 @pytest.mark.parametrize("text", ["0", "", "1,0", "1.5", "-3", "2x", "auto,3", "9" * 11 + "x1"])

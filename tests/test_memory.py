@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from common.launch import cli
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, run, weights
 from tests.trainers import altered
 
@@ -68,13 +67,6 @@ def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):
     for result in playing(trainer, nodes, tmp_path).results():
         assert result.code == 2
         assert "--micro-batch auto: statistics over the global batch need each rank's whole part" in result.output
-
-
-def test_a_trainer_that_cannot_try_sizes_refuses_it():
-    parser = cli.parser("")
-    cli.add_batch_flags(parser, 8)
-    with pytest.raises(Exception, match="this trainer does not try sizes"):
-        cli.micro_batch(parser.parse_args(["--micro-batch", "auto"]), 0)
 
 
 def test_help_names_it():

@@ -357,17 +357,6 @@ def eval_batch(args: argparse.Namespace, fitting: Sequence[int | None]) -> int:
     )
 
 
-def micro_batch(args: argparse.Namespace, rank: int) -> int | None:
-    """The most samples in one forward on this rank, None for all at once. For trainers that cannot try sizes."""
-    if args.micro_batch == "auto":
-        raise UserError(
-            "--micro-batch auto: this trainer does not try sizes (fitting_micro_batches of common.uneven.memory does): "
-            "give a number",
-            same_on_every_rank=True,
-        )
-    return args.micro_batch[rank] if isinstance(args.micro_batch, tuple) else args.micro_batch
-
-
 def recipe(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that must not change when a run is resumed: all but those in `may_change`."""
     return {name: plain(value) for name, value in vars(args).items() if name not in args.may_change | NOT_FLAGS}

@@ -90,7 +90,7 @@ class Run:
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
             yield self
-            if not self.options.eval_only:
+            if hasattr(self, "report") and not self.options.eval_only:  # a trainer may return before there is a model
                 self.report.summary(self.step, **self._summary)
 
     # --- data ----------------------------------------------------------------------------------------------------
