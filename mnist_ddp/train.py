@@ -56,7 +56,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro, args.label_smoothing)
-                    run.backward(loss_sum / batch.global_count)  # divided by the images of all ranks, which are summed
+                    run.backward(loss_sum / batch.global_count)  # the images of all ranks; the all-reduce sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

@@ -344,8 +344,8 @@ def play(
 
 
 def nodes_of(gpus: tuple[int, ...], folder: Path, *flags: object) -> list[Node]:
-    """The command of each node of the layout `gpus` on loopback, on a free port. It draws no curves.png, which would
-    take a third of all processor time."""
+    """The command of each node of the layout `gpus` on loopback, on a free port. It draws no curves.png, which
+    takes 0.3 s of processor time."""
     layout = ["-n", len(gpus), "-g", ",".join(map(str, gpus)), "--device", "cpu", "--master-port", free_port()]
     return [
         Node([*layout, "-i", number, "--master-addr", "127.0.0.1", "--out-dir", folder, "--no-plot", *flags])

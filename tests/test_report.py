@@ -1,11 +1,12 @@
 """What a run leaves: its rows, its lines, run.json and curves.png say the same, also in a resumed run."""
 
 import json
+import time
 
 import pytest
 
 from common.record import wording
-from common.record.clock import seconds_between_exchanges
+from common.record.clock import Clock, seconds_between_exchanges
 from tests.harness import MNIST, play, rows
 from tests.trainers import altered
 
@@ -82,6 +83,13 @@ def test_a_loss_that_is_not_a_mean_over_the_global_batch_is_said(changes, warnin
     said = play(trainer, (3, 1), tmp_path / "run", *flags)[0].output
     assert ("warning:" in said) == (warning is not None)
     assert warning is None or warning in said
+
+
+def test_a_pause_within_a_pause_counts_once():
+    clock = Clock()
+    with clock.pause(), clock.saving(), clock.pause():
+        time.sleep(0.2)
+    assert 0.2 <= clock.paused_seconds <= time.perf_counter() - clock.began
 
 
 @pytest.mark.parametrize(("exchange", "between"), [(0.0005, 1.0), (0.05, 2.5), (1.0, 5.0)])

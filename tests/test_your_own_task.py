@@ -1,10 +1,11 @@
 """The full example of docs/your-own-task.md, as it is printed there."""
 
 import re
+import shutil
 
 import pytest
 
-from tests.harness import ROOT, losses, play, rows
+from tests.harness import ROOT, losses, nodes_of, play, playing, rows
 
 CHAPTER = ROOT / "docs" / "your-own-task.md"
 
@@ -30,6 +31,31 @@ def test_it_is_exact_on_uneven_nodes_and_begins_near_the_loss_of_an_untrained_mo
     assert losses(tmp_path / "uneven") == pytest.approx(losses(tmp_path / "one"), abs=1e-9, rel=0)
     assert losses(tmp_path / "one")[0] == pytest.approx(4.85, abs=0.2)  # ln 128
     assert rows(tmp_path / "one", "eval")[-1]["perplexity"] < 100
+
+
+MISTAKES = {
+    "optimizer.step()": ("run.optimizer_step(optimizer, clip_norm=args.clip_norm)", "has had no run.optimizer_step("),
+    "pass": ("run.end_step()", "step 1 has had no run.end_step()"),
+}
+
+
+@pytest.mark.parametrize("written", MISTAKES)
+def test_a_line_of_the_step_that_is_missing_is_named(written, example, tmp_path):
+    missing, said = MISTAKES[written]
+    shutil.copytree(example.parent, tmp_path / "missing_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (tmp_path / "missing_ddp").iterdir():
+        file.write_text(file.read_text().replace(missing, written).replace("lines_ddp", "missing_ddp"))
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS)
+    for result in playing(tmp_path / "missing_ddp" / example.name, nodes, tmp_path).results():
+        assert result.code == 2 and said in result.output and "Traceback" not in result.output
+
+
+def test_its_parser_may_do_without_the_flags_of_slow_links(example, tmp_path):
+    shutil.copytree(example.parent, tmp_path / "few_ddp", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (tmp_path / "few_ddp").iterdir():
+        text = file.read_text().replace("    cli.add_link_flags(parser)\n", "")
+        file.write_text(text.replace("lines_ddp", "few_ddp"))
+    play(tmp_path / "few_ddp" / example.name, (2,), tmp_path / "run", *FLAGS)
 
 
 def test_it_continues_on_another_layout(example, tmp_path):

@@ -12,16 +12,20 @@ class Clock:
     """Seconds of training, without evaluation and checkpoints, including those of the run that this one resumes."""
 
     def __init__(self, earlier_seconds: float = 0.0):
-        self.earlier_seconds, self.paused_seconds = earlier_seconds, 0.0
+        self.earlier_seconds, self.paused_seconds, self.is_paused = earlier_seconds, 0.0, False
         self.began = self.last_lap = self.saved_at = time.perf_counter()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Do not count the time that the body takes."""
-        began = time.perf_counter()
+        """Do not count the time that the body takes. Within another pause this does nothing."""
+        if self.is_paused:
+            yield
+            return
+        self.is_paused, began = True, time.perf_counter()
         try:
             yield
         finally:
+            self.is_paused = False
             spent = time.perf_counter() - began
             self.paused_seconds += spent
             self.last_lap += spent

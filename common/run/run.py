@@ -49,6 +49,8 @@ from common.uneven.memory import fitting_micro_batches
 from common.uneven.precision import Precision
 from common.uneven.seeding import derive_seed
 
+NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_momentum": 0.0}  # of cli.add_link_flags
+
 
 class Run:
     """One run on this rank. Every rank makes one, and calls the same methods in the same order."""
@@ -65,7 +67,8 @@ class Run:
 
     def __init__(self, worker: Worker, args: Namespace, name: str, trackers: Iterable[Tracker] = ()):
         """`name` is that of the folder below runs/; `trackers` get every row of metrics.jsonl, on rank 0 only."""
-        self.worker, self.args, self.name, self.trackers = worker, args, name, trackers
+        self.worker, self.name, self.trackers = worker, name, trackers
+        self.args = Namespace(**NO_LINK_FLAGS | vars(args))
         self.step = 0  # optimizer steps done
         self.total_steps = 0  # after which the run is done
         self.identity: dict[str, Any] = {}  # what a checkpoint to resume from must have too
@@ -73,6 +76,7 @@ class Run:
         self.parts: dict[str, Part] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
         self.has_said_reached = False
+        self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
         self._summary: dict[str, object] = {}
         self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
 
@@ -229,6 +233,7 @@ class Run:
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()`, scaled up under fp16. What it is given in a step, over all micro-batches and ranks, is the
         loss of the step in the log."""
+        self._stopped_clock.close()  # where a trainer has not evaluated
         self.precision.backward(loss)
 
     def optimizer_step(
@@ -238,20 +243,32 @@ class Run:
         model: torch.nn.Module | None = None,
     ) -> None:
         """Clip the gradients of the wrapped model, or of `model`, by their common norm, and take a step of each
-        optimizer. Together these must train all of its parameters, and no others."""
+        optimizer. Together these must train all of its parameters, and no others.
+
+        Raises UserError where the step before has had no `end_step`.
+        """
+        if self.batches.last.step != self.step:
+            raise UserError(f"step {self.step + 1} has had no run.end_step(): call it at the end of each step")
         self.lr = optimizers[0].param_groups[0]["lr"]
         self.grad_norm = self.precision.step(self.model if model is None else model, clip_norm, *optimizers)
 
     def end_step(self) -> None:
         """The optimizer step is done: note it, and find out what is due. Every rank must call this.
 
-        Every 1 to 5 seconds the ranks exchange what they have noted. Raises RunError for a loss that is not finite.
+        Every 1 to 5 seconds the ranks exchange what they have noted. Raises RunError for a loss that is not finite, and
+        UserError for a step that an optimizer has taken by itself.
         """
+        if self.lr is None:
+            raise UserError(
+                "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
+                "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
+            )
         batch: StepBatch = self.batches.last
         self.step = batch.step + 1
         ends = self.step == self.total_steps or self.report.is_interrupted
         evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, now=ends)
         self.report.note(self.step, self.lr, self.grad_norm, batch.global_count)
+        self.lr = None
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
         self._note_due(evaluates, self._wants_checkpoint and self.nodes.is_synchronized)
 
