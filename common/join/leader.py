@@ -12,6 +12,7 @@ from common.join.waiting import poll
 from common.launch.layout import Worker
 
 LINGER_SECONDS = 4.0  # rank 0 stays this long after a refusal, so that nodes that join late can read it
+READ_SECONDS = 20.0  # and at most this long for those that have joined to read the verdict
 
 
 class Leader:
@@ -148,11 +149,10 @@ class Leader:
     def linger(self, verdict: dict) -> None:
         """Wait a limited time until all have read the verdict; after a refusal also for those still to join."""
 
-        def all_have_heard() -> bool:
-            everyone = self.heard_by >= self.expected - self.given_up or not verdict["problem"]
-            if everyone and self.store.add(f"{self.token}/heard", 0) >= self.heard_by:
-                return True
+        def all_have_joined() -> bool:
             self.advance()
-            return False
+            return self.heard_by >= self.expected - self.given_up
 
-        poll(all_have_heard, LINGER_SECONDS)
+        if verdict["problem"]:
+            poll(all_have_joined, LINGER_SECONDS)
+        poll(lambda: self.store.add(f"{self.token}/heard", 0) >= self.heard_by, READ_SECONDS)

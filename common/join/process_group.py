@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from common.errors import ExplainedError, RankLost, UserError, before_exit
 from common.join import devices, network
+from common.join import ended as ended_ranks
 from common.join.connections import Connections, cut_off
 from common.join.elastic.members import enter, meet_again, open_members, surviving
 from common.join.elastic.membership import CONNECT_ATTEMPTS, LetIn, Membership
 from common.join.handshake import RunUnderWay, shake_hands
-from common.join.leader import LINGER_SECONDS
 from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store, store_request
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
@@ -34,6 +34,9 @@ from common.launch.options import JoinOptions
 from common.launch.replacing import FINISHES, WORKS
 
 LEAVE_SECONDS = 10.0
+LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long after an error of all ranks
+VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
+BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
 REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all there
 
 
@@ -257,7 +260,7 @@ def join(
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
     instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
-    with limit(seconds + 5 * LINGER_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
+    with limit(seconds + VERDICT_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
         ended = members.ended if members and generation else None
         verdict = shake_hands(worker, *where, elastic=members is not None, ended=ended)
@@ -318,7 +321,7 @@ def connect(
     # The backend has the same timeout and a better error message: this limit is a little longer. A member that is lost
     # now must not end the others (--elastic): gloo tries several times, each as long.
     attempt = members.connect_seconds if members else options.timeout_seconds
-    seconds = attempt * (CONNECT_ATTEMPTS if members else 1) + LINGER_SECONDS
+    seconds = attempt * (CONNECT_ATTEMPTS if members else 1) + BACKEND_SECONDS
     with limit(seconds, worker.rank, "connecting the ranks (--timeout)"):
         try:
             dist.init_process_group(
@@ -363,7 +366,7 @@ def disconnect(worker: Worker, joined: Joined, members: Membership | None = None
 
 
 def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
-    """Rank 0, whose process may serve the store, leaves last: another rank may still make requests to it."""
+    """Rank 0, whose process may serve the store, leaves last: another that runs may still make requests to it."""
     store.add("left", 1)
     if worker.is_main:
-        poll(lambda: store.add("left", 0) >= worker.world_size, seconds)
+        poll(lambda: store.add("left", 0) + len(ended_ranks.posted(store)) >= worker.world_size, seconds)

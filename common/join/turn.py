@@ -16,13 +16,14 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import cut_off
+from common.join.ended import posted
 from common.join.lost import MEET, is_contact_lost, store_request
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
 
 HEARTBEAT_SECONDS = 1.0
-LINGER_SECONDS = 4.0  # rank 0, whose process may hold the store, stays this long after a failure
+LINGER_SECONDS = 20.0  # rank 0, whose process may hold the store, stays at most this long after a failure
 SAY_EVERY_SECONDS = 40.0
 
 
@@ -161,6 +162,7 @@ class Turn:
         return check
 
     def _linger(self) -> None:
-        """Rank 0 waits until all ranks know of the failure: the store may end with its process."""
+        """Rank 0 waits until all ranks know of the failure or have ended: the store may end with its process."""
         if self.worker.is_main:
-            poll(lambda: self.store.add("heard", 0) >= self.worker.world_size, LINGER_SECONDS)
+            ranks = self.worker.world_size
+            poll(lambda: self.store.add("heard", 0) + len(posted(self.store_of_all)) >= ranks, LINGER_SECONDS)

@@ -26,6 +26,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 PLAY = ROOT / "launch_scripts" / "play_nodes.py"
 SHARED = ("--oversubscribe", "--backend", "gloo") if HAS_GPU else ()
 LIMIT_SECONDS = 240
+alone = pytest.mark.alone
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 
 DIGITS = ("--dataset", "digits", "--global-batch", 60)
@@ -140,6 +141,7 @@ def test_recomputed_activations_give_the_same_losses(subjects, references, tmp_p
     same_run(tmp_path / "run", references("bert"))
 
 
+@alone
 @needs_gpu
 def test_too_little_memory_is_said_with_the_rank_and_what_to_change(subjects, tmp_path):
     script, flags = subjects["bert"]
@@ -154,6 +156,7 @@ def test_too_little_memory_is_said_with_the_rank_and_what_to_change(subjects, tm
     assert "Traceback" not in result.output
 
 
+@alone
 @needs_gpu
 def test_the_largest_micro_batch_is_found_beside_what_others_hold(tmp_path):
     free, _ = torch.cuda.mem_get_info()
@@ -164,6 +167,7 @@ def test_the_largest_micro_batch_is_found_beside_what_others_hold(tmp_path):
     assert "micro-batches of at most" in said
 
 
+@alone
 @needs_gpu
 def test_memory_of_the_gpu_is_flat_over_two_thousand_steps(tmp_path):
     flags = ("--device", "cuda", *DIGITS, "--epochs", 100, "--max-steps", 2000, "--out-dir", tmp_path / "run")
