@@ -54,7 +54,7 @@ test-cluster: .venv  ## real hosts, Slurm, MPI and ssh; needs root, installs Deb
 	bash tests/cluster/run.sh
 
 test-gpu: .venv  ## every path that a GPU takes, on one GPU, in minutes; without one, what a CPU can do of it
-	failed=0; $(BIN)/python -m pytest -m "not alone" -n $$(( $$(nproc) > 8 ? 4 : 1 )) tests/gpu || failed=1; \
+	failed=0; $(BIN)/python -m pytest -m "not alone" -n $$(( $$(nproc --all) > 8 ? 4 : 1 )) tests/gpu || failed=1; \
 	$(BIN)/python -m pytest -m alone tests/gpu || failed=1; exit $$failed
 
 lint: .venv  ## format, habits, types, and which package may import which
