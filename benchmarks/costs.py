@@ -82,11 +82,11 @@ IN_TURNS = '''"""The trainer, with something on in half of its steps; notes when
 import json
 import time
 
-from common.record.report import Report
-from common.uneven.balance import Balancer
+from common.run.log import StepLog
+from common.uneven.options.balance import Balancer
 from mnist_ddp.train import train as train_always
 
-note, summary, end_step, steps, exchanged = Report.note, Report.summary, Balancer.end_step, [], []
+note, summary, end_step, steps, exchanged = StepLog.note, StepLog.summary, Balancer.end_step, [], []
 
 
 def note_in_turns(self, step, *rest, **more):
@@ -109,7 +109,7 @@ def summary_of_turns(self, step, **numbers):
     summary(self, step, **numbers)
 
 
-Report.note, Report.summary = note_in_turns, summary_of_turns
+StepLog.note, StepLog.summary = note_in_turns, summary_of_turns
 if not {elastic}:
     Balancer.end_step = end_step_in_turns
 

@@ -18,10 +18,11 @@ from common.console import say
 from common.join.process_group import process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.uneven.batching import plan_batches
+from common.uneven.evaluation import EvaluationSampler
 from common.uneven.loading import part_loader
-from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
-from common.uneven.workers import worker_options
+from common.uneven.options.workers import worker_options
+from common.uneven.plan import plan_batches
+from common.uneven.sampling import UnevenDistributedSampler
 
 STEPS = 20  # of an epoch
 

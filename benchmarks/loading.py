@@ -5,9 +5,9 @@
 
 Two processes a loader, on one rank and on `-n 2 -g 3,1`, all on this machine: BERT's token rows, and images of
 torchvision with torch's collate function. Each epoch reads a training and an evaluation loader, as the trainers do.
-The ways are run in turns: `now` is common/uneven/workers.py; `before` is the fork server of earlier versions, with new
-processes for each loader and epoch; `fork` (torch's default on Linux, not safe in a rank, which has threads) and
-`spawn` are those start methods, also with new processes each time.
+The ways are run in turns: `now` is common/uneven/options/workers.py; `before` is the fork server of earlier versions,
+with new processes for each loader and epoch; `fork` (torch's default on Linux, not safe in a rank, which has
+threads) and `spawn` are those start methods, also with new processes each time.
 """
 
 import argparse

@@ -32,7 +32,7 @@ from bert_ddp.finetune.examples import Sentence, label_names
 from bert_ddp.finetune.rows import IGNORE
 from bert_ddp.finetune.scores import score_entities
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences
-from common.uneven.batching import plan_batches
+from common.uneven.plan import plan_batches
 from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
 

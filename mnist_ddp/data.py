@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.errors import RunError, UserError
-from common.uneven.fingerprint import fingerprint
+from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
 
 CPU = torch.device("cpu")

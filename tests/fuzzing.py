@@ -27,8 +27,8 @@ from bert_ddp.finetune import files
 from bert_ddp.text import shards, vocabulary
 from common.compare import __main__ as comparison
 from common.compare.run import read_run
+from common.elastic.standby import Standby
 from common.errors import ExplainedError, UserError
-from common.join.elastic.standby import Standby
 from common.join.leader import Leader
 from common.join.secret import seal
 from common.launch import cli, values

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from common.uneven.balance import WINDOW_STEPS, next_window
-from common.uneven.batching import plan_batches
-from common.uneven.speeds import IDLE_WINDOWS, Speeds, fastest
+from common.uneven.options.balance import WINDOW_STEPS, next_window
+from common.uneven.options.speeds import IDLE_WINDOWS, Speeds, fastest
+from common.uneven.plan import plan_batches
 
 GLOBAL_BATCH = 256
 

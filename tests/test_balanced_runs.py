@@ -76,7 +76,7 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
     changes = {
         "net = ConvNet(train_set.side)": "net = global_batch_norm(nn.Sequential(ConvNet(train_set.side), BN(10)))",
         "import torch\n": "import torch\nfrom torch import nn\nfrom torch.nn import BatchNorm1d as BN\n"
-        "from common.uneven.global_batch import global_batch_norm\n",
+        "from common.uneven.options.global_batch import global_batch_norm\n",
     }
     trainer = altered(tmp_path / "waiting_ddp", changes)
     for node in playing(trainer, nodes_of((1, 1), tmp_path, *FLAGS, "--balance", "auto"), tmp_path).results():

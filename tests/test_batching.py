@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.uneven.batches import micro_batches
-from common.uneven.batching import plan_batches, split
+from common.uneven.plan import plan_batches, split
 
 
 @pytest.mark.parametrize("total, weights, parts", [

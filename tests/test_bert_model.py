@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from bert_ddp.model import speed
 from bert_ddp.pretrain import model as bert
-from common.uneven.ddp import EmptyPartsApart
+from common.uneven.options.empty_batches import EmptyPartsApart
 from tests.harness import BERT, Node, nodes_of, play, playing, weights
 
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}

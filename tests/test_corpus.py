@@ -15,7 +15,7 @@ from bert_ddp.pretrain import prepare, rows
 from bert_ddp.text import corpus, pairs, sources, tokens, vocabulary
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import UserError
-from common.uneven.batching import plan_batches
+from common.uneven.plan import plan_batches
 from common.uneven.sampling import Indices, UnevenDistributedSampler
 from tests.harness import BERT, losses, play, run
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from common.join.elastic.standby import reach
+from common.elastic.standby import reach
 from common.join.handshake import leader_in
 from common.join.store import connect
 from common.record.plots import spans_of_members
@@ -51,7 +51,7 @@ OFTEN_ENOUGH = [(0, "after the update"), (2, "checkpoint")]  # for every day; `m
 IMPORTS = "import torch\n"  # of the trainer, once
 DIE = "__import__('os').kill(__import__('os').getpid(), 9)"
 # The supervisor of a rank that has died posts why, and the others wait for that, as long as it takes.
-WAITS_FOR_CAUSES = """import common.join.elastic.members as elastic_members
+WAITS_FOR_CAUSES = """import common.elastic.members as elastic_members
 import common.launch.supervisor as launch_supervisor
 elastic_members.CAUSE_SECONDS = elastic_members.ANSWER_SECONDS = launch_supervisor.TELL_SECONDS = 100.0
 """
@@ -68,7 +68,7 @@ def does(moment: str, when: str, what: str) -> dict[str, str]:
     """The change with which a rank does something at a moment."""
     place = MOMENTS[moment]
     if moment == "exchange":
-        what = f"run.report.exchange = lambda: {what}"
+        what = f"run.log.exchange = lambda: {what}"
     indent = place[: -len(place.lstrip())]
     return {place: f"{indent}if {when}:\n{indent}    {what}\n{place}"}
 

@@ -9,10 +9,10 @@ import time
 import pytest
 import torch.distributed as dist
 
+from common.elastic.change import LEADS, attend
+from common.elastic.membership import ADDRESSES, Membership
+from common.elastic.standby import Standby
 from common.join.connections import cut_off
-from common.join.elastic.change import LEADS, attend
-from common.join.elastic.membership import ADDRESSES, Membership
-from common.join.elastic.standby import Standby
 from common.join.lost import is_contact_lost
 from common.join.store import serve_at
 from common.join.waiting import limit
@@ -223,20 +223,20 @@ def test_the_timeout_of_a_loader_is_not_taken_for_a_lost_rank(text, lost):
 LOSES = """import time
 import torch
 import torch.distributed as dist
-from common.record.report import Report
-compare = Report._compare_weights
+from common.run.checkpointer import Checkpointer
+compare = Checkpointer._compare_weights
 
 
 def compare_and_lose(self, step, net):
     compare(self, step, net)
-    if step == 46 and not self.group.members.generation:  # next, all but rank 0 wait on the store
+    if step == 46 and not self.members.generation:  # next, all but rank 0 wait on the store
         if self.group.worker.rank == 0:
             dist.recv(torch.zeros(1), src=3)
         if self.group.worker.rank == 3:
             time.sleep(600)
 
 
-Report._compare_weights = compare_and_lose
+Checkpointer._compare_weights = compare_and_lose
 """
 
 

@@ -116,7 +116,7 @@ def test_the_modules_of_common_run_as_programs(module, said, binaries, tmp_path)
 
 def test_a_trainer_in_another_folder_imports_the_method(binaries, tmp_path):
     body = "print(sorted(plan_batches(10, 10, worker.world_size, (4.0,)).shares))"
-    script = write_trainer(tmp_path, body, imports="from common.uneven.batching import plan_batches")
+    script = write_trainer(tmp_path, body, imports="from common.uneven.plan import plan_batches")
     result = run(binaries / "python", script, "-g", 1, "--device", "cpu", **activated(binaries))
     assert (result.code, result.output) == (0, "[10]\n")
 

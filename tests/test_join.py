@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from common.join.elastic.standby import reach, reach_unless_dead
+from common.elastic.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
 from tests.harness import (
@@ -86,7 +86,7 @@ def test_another_flag_on_one_node_is_named_on_both(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file", ["common/uneven/batching.py", pytest.param("bert_ddp/model/optimizer.py", marks=pytest.mark.long)]
+    "file", ["common/uneven/plan.py", pytest.param("bert_ddp/model/optimizer.py", marks=pytest.mark.long)]
 )
 def test_another_version_of_any_code_that_is_loaded_is_named_on_both(file, tmp_path):
     commands, port = [], free_port()

@@ -156,7 +156,7 @@ def test_a_stopped_worker_has_until_the_timeout_to_continue():
 
 LOADING = """
     import torch.utils.data
-    from common.uneven.workers import worker_options
+    from common.uneven.options.workers import worker_options
 
     loader = torch.utils.data.DataLoader(range(10**6), batch_size=2, **worker_options(1, group.device))
     for number, batch in enumerate(loader):

@@ -13,8 +13,8 @@ from common.errors import UserError
 from common.launch.worker import clear_frames
 from common.uneven.batches import micro_batches, move, rows_in, take_rows
 from common.uneven.loading import dataset_fingerprint, part_loader
+from common.uneven.options.workers import worker_options
 from common.uneven.sampling import Indices
-from common.uneven.workers import worker_options
 
 Pair = namedtuple("Pair", "points labels")
 

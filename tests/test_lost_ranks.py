@@ -154,7 +154,7 @@ def frozen(tmp_path_factory):
     runs = {}
     for rank in (0, 1):
         stop = f"""
-                joining._set_timeout(8.0)  # --timeout, now that all are connected
+                joining.set_timeout(8.0)  # --timeout, now that all are connected
                 if worker.rank == {rank}:
                     os.kill(os.getpid(), signal.SIGSTOP)
 """

@@ -60,7 +60,7 @@ def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):
     changes = {
         "net = ConvNet(train_set.side)": "net = global_batch_norm(nn.Sequential(ConvNet(train_set.side), BN(10)))",
         "import torch\n": "import torch\nfrom torch import nn\nfrom torch.nn import BatchNorm1d as BN\n"
-        "from common.uneven.global_batch import global_batch_norm\n",
+        "from common.uneven.options.global_batch import global_batch_norm\n",
     }
     trainer = altered(tmp_path / "normed_ddp", changes)
     nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--micro-batch", "auto")

@@ -18,7 +18,7 @@ from bert_ddp.predict.parts import Parts
 IN_TIME = f"""
         dist.barrier()  # all are connected
         group = replace(group, options=replace(group.options, timeout_seconds={SILENCE}.0))
-        joining._set_timeout({SILENCE}.0)
+        joining.set_timeout({SILENCE}.0)
 """
 
 SLOW = """

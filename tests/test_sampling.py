@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from common.errors import UserError
-from common.uneven.batching import plan_batches
-from common.uneven.sampling import EvaluationSampler, UnevenDistributedSampler
+from common.uneven.evaluation import EvaluationSampler
+from common.uneven.plan import plan_batches
+from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.seeding import derive_seed
 
 

@@ -174,7 +174,7 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
 TOKENS = """
 from common.uneven import ddp
 from common.uneven.global_batches import GlobalBatchLoader
-from common.uneven.local_sgd import LocalSGD
+from common.uneven.options.local_sgd import LocalSGD
 """
 TOKEN_BODY = """
 lengths = [1, 30, 2, 2, 9, 1, 1, 4, 25, 1, 3, 2, 7]  # the last step has one row

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from common.uneven import ddp
-from common.uneven.global_batch import gather_rows, global_batch_norm
+from common.uneven.options.global_batch import gather_rows, global_batch_norm
 from common.uneven.global_batches import GlobalBatchLoader
 
 
@@ -676,6 +676,6 @@ def short(samples):
 def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, reduction, is_said):
     loss = f"cross_entropy(model(micro[0]), micro[1], reduction='{reduction}')"
     said = "len(losses) == 1 and print(first_loss_problem(losses[0], math.log(10)))"
-    imports = "\nimport math\nfrom common.uneven.checks import first_loss_problem\n"
+    imports = "\nimport math\nfrom common.uneven.guards.losses import first_loss_problem\n"
     results, _ = outputs((2, 1), loss=loss, micro_batch="None", after=said, more=imports)
     assert ("but an untrained model should begin near 2.303" in results[0].output) == is_said

@@ -15,8 +15,8 @@ from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
 from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
-from common.uneven.batching import plan_batches
-from common.uneven.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
+from common.uneven.options.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
+from common.uneven.plan import plan_batches
 from tests.harness import SHARED
 from tests.small_bert import save_conll, save_model, save_ner, sentences
 

@@ -23,8 +23,8 @@ import json
 import multiprocessing
 import psutil
 from torch.utils.data import DataLoader, Dataset
-from common.uneven import workers
-from common.uneven.workers import worker_options
+from common.uneven.options import workers
+from common.uneven.options.workers import worker_options
 
 multiprocessing.set_forkserver_preload(["torch", "psutil"])  # what a stranger may forget, and then waits longer
 

@@ -10,7 +10,7 @@ EPOCH = 23  # steps of the digits' 1,438 samples in batches of 64
 MODULES = {MNIST: "mnist_ddp.train", BERT: "bert_ddp.pretrain.train", FINETUNE: "bert_ddp.finetune.train"}
 NEXT_STEP = "            batch = next(batches)"  # what a step begins with, in each trainer
 ALL_ARE_THERE = """            if run.step >= {step} and worker.world_size < {ranks}:
-                run.report.exchange_at = 1  # after each step, so that rank 0 can say that one waits to be let in
+                run.log.exchange_at = 1  # after each step, so that rank 0 can say that one waits to be let in
                 while worker.rank == 0 and not worker.membership.newcomers_wait:
                     __import__("time").sleep(0.02)
 """

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from bert_ddp.cpu.dropout import attention
 from bert_ddp.finetune.rows import IGNORE, Batch, Part, Rows, int64_tensor
-from common.uneven.token_balance import cut_passes
+from common.uneven.options.token_balance import cut_passes
 
 GROUP_TOKENS = 24  # what one more group costs, in padded tokens
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from bert_ddp.finetune.rows import Batch, Part, Rows
 from bert_ddp.model import speed
-from common.uneven.token_balance import PASS_TOKENS
+from common.uneven.options.token_balance import PASS_TOKENS
 
 PACKING = speed.load("packing")
 

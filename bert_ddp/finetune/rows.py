@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.uneven.fingerprint import fingerprint
+from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
-from common.uneven.token_balance import cut_passes
+from common.uneven.options.token_balance import cut_passes
 
 IGNORE = -100  # the label of a position that does not count; cross_entropy's own default
 

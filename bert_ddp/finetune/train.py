@@ -26,8 +26,8 @@ from common.launch import cli
 from common.launch.layout import Worker
 from common.run import Run
 from common.uneven.batches import move
+from common.uneven.options.token_balance import PASS_TOKENS, SortedShard
 from common.uneven.sums import Sums
-from common.uneven.token_balance import PASS_TOKENS, SortedShard
 
 
 def train(worker: Worker, args: Namespace) -> None:

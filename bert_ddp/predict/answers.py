@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bert_ddp.text.pieces import Pieces, windows
-from common.uneven.precision import Precision
+from common.run.precision import Precision
 
 # A word, maybe with @ or # before it and with dots, dashes or apostrophes inside; or any other character.
 WORD = re.compile(r"[@#]?\w+(?:[-'.&/]\w+)*|\S")

@@ -14,7 +14,7 @@ from common.console import say
 from common.join.process_group import process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.uneven.precision import Precision
+from common.run.precision import Precision
 
 
 def predict(worker: Worker, args: Namespace) -> None:

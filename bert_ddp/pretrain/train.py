@@ -21,8 +21,8 @@ from bert_ddp.text.flags import corpus_options
 from common.launch import cli
 from common.launch.layout import Worker
 from common.run import EvaluationLoader, Run
+from common.uneven.options.workers import worker_options
 from common.uneven.sums import Sums
-from common.uneven.workers import worker_options
 
 
 def train(worker: Worker, args: Namespace) -> None:

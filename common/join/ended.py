@@ -5,6 +5,7 @@ lost/ended      counts the posts
 """
 
 import json
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -31,6 +32,17 @@ def posted(store: dist.Store) -> dict[int, str]:
             found = json.loads(store.get(f"lost/ended/{number}"))
             causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
     return causes
+
+
+def running(store: dist.Store, worker: Worker) -> list[int]:
+    """The ranks whose end nobody has posted; of this one, which is still here, that does not count."""
+    gone = posted(store).keys() - {worker.rank}
+    return [rank for rank in range(worker.world_size) if rank not in gone]
+
+
+def all_have(name: str, store: dist.Store, ranks: Sequence[int]) -> bool:
+    """Whether each of these ranks has set its key `name/RANK`."""
+    return store.check([f"{name}/{rank}" for rank in ranks])
 
 
 def cause_of(error: BaseException) -> str:

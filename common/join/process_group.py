@@ -8,23 +8,20 @@ called again on the open store, so that the members of a job may change (see doc
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from common.errors import ExplainedError, RankLost, UserError, before_exit
+from common.errors import ExplainedError, UserError, before_exit
 from common.join import devices, network
-from common.join import ended as ended_ranks
 from common.join.connections import Connections, cut_off
-from common.join.elastic.members import enter, meet_again, open_members, surviving
-from common.join.elastic.membership import CONNECT_ATTEMPTS, LetIn, Membership
-from common.join.handshake import RunUnderWay, shake_hands
-from common.join.lost import is_contact_lost, naming_lost_rank, naming_lost_store, store_request
+from common.join.ended import all_have, running
+from common.join.handshake import shake_hands
+from common.join.lost import naming_lost_rank, naming_lost_store, store_request
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -37,7 +34,6 @@ LEAVE_SECONDS = 10.0
 LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long after an error of all ranks
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
 BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
-REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all there
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Group:
     address: str  # where the ranks have met: tcp://host:port or file:///path
     options: JoinOptions
     turns: dict[str, Turn] = field(default_factory=dict)  # by name, all that have been entered
-    members: Membership | None = None  # with --elastic
+    others_go_on: bool = False  # without a rank that is lost (--elastic)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 
     @contextlib.contextmanager
@@ -120,7 +116,7 @@ class Group:
         """
         rounds = itertools.count()
         most = self.options.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
-        instead = (lambda: cut_off(self.store)) if self.members else None
+        instead = (lambda: cut_off(self.store)) if self.others_go_on else None
 
         def count() -> Iterator[int]:
             key = f"{name}/{next(rounds)}"
@@ -145,15 +141,10 @@ class Group:
         """True if this rank knows of an announced failure."""
         return any(turn.failure for turn in self.turns.values())
 
-    def let_in(self) -> NoReturn:
-        """Between two steps: end this generation, and let processes in that wait. Every rank must call this."""
-        raise LetIn
-
     def _turn(self, what: str) -> Turn:
         name = f"{what}/{len(self.turns)}"
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
-        goes_on = self.members is not None
-        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits, goes_on)
+        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits, self.others_go_on)
         return turn
 
 
@@ -165,40 +156,49 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     a rank is lost.
     """
     device, backend, problem = choose(worker, options)
-    members: Membership | None = None
-    if options.elastic:
-        opened, members = open_members(worker, options)
-        joined = _join_members(members, worker, options, opened, device, backend, problem)
-    else:
-        opened = open_store(worker, options)
-        with naming_lost_store(worker):
-            joined = join(worker, options, opened, device, backend, problem)
+    opened = open_store(worker, options)
+    with naming_lost_store(worker):
+        joined = join(worker, options, opened, device, backend, problem)
+    group = group_of(worker, options, device, backend, joined)
+    connections = Connections()
+    # A rank that is lost is named before what is left is closed.
+    with finishing(group), naming_lost_rank(worker, joined.views, joined.store, connections):
+        connect(worker, options, device, backend, joined)
+        with working(group, connections):
+            yield group
+        disconnect(worker, joined)
+    remove_meeting_file(worker)
+
+
+def group_of(
+    worker: Worker, options: JoinOptions, device: torch.device, backend: str, joined: "Joined", elastic: bool = False
+) -> Group:
+    """The group that `connect` will make of those that have joined."""
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
-    group = Group(worker, device, backend, joined.views, joined.store, address, options, members=members)
-    connections = Connections()
-    lost = (
-        surviving(members, worker, joined.views, joined.store, connections, lambda: disconnect(worker, joined, members))
-        if members
-        else naming_lost_rank(worker, joined.views, joined.store, connections)
-    )
-    with _finishing(group), lost:  # a rank that is lost is named before what is left is closed
-        with members.connecting() if members else contextlib.nullcontext():
-            connect(worker, options, device, backend, joined, members)
-        connections.note()
-        try:
-            yield group
-        except ExplainedError as error:
-            if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
-                before_exit(error, lambda: _wait_until_all_have_left(worker, joined.store, LINGER_SECONDS))
-            raise
-        disconnect(worker, joined, members)
+    return Group(worker, device, backend, joined.views, joined.store, address, options, others_go_on=elastic)
+
+
+@contextlib.contextmanager
+def working(group: Group, connections: Connections) -> Iterator[None]:
+    """Use around the work of ranks that are connected."""
+    connections.note()
+    try:
+        yield
+    except ExplainedError as error:
+        if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
+            before_exit(error, lambda: _wait_until_all_have_left(group.worker, group.store, LINGER_SECONDS))
+        raise
+
+
+def remove_meeting_file(worker: Worker) -> None:
+    """Where the ranks have met in a file."""
     if worker.is_main and worker.layout.init_method.startswith("file://"):
         Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _finishing(group: Group) -> Iterator[None]:
+def finishing(group: Group) -> Iterator[None]:
     """Close what is to be closed when the group ends; the supervisor of this node waits for that."""
     worker = group.worker
     if worker.board:
@@ -244,58 +244,30 @@ def join(
     backend: str,
     problem: str = "",
     generation: int = 0,
-    members: Membership | None = None,
+    standby: str = "",
+    ended: Callable[[Sequence[int]], list[int]] | None = None,
 ) -> Joined:
     """Do the handshake with all ranks, without connecting them yet. Every rank must call this.
 
     A `problem` of this rank ends the run on every rank, so that no other rank waits for this one. Raises
     UserError or RunError on every rank, as `process_group` does. May be called again on the same store, with the next
-    `generation` on every rank.
+    `generation` on every rank. With --elastic, `standby` is where the others can reach this process, and `ended` says
+    which of the ranks that are to join again have ended.
     """
     addresses = {"own": opened.own_address, "master": opened.master_address}
-    if members:
-        addresses["standby"] = members.address
-        if backend == "nccl":
-            problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"
+    if standby:
+        addresses["standby"] = standby
     view = view_of(worker, options, device, backend, addresses, problem)
     seconds = options.join_timeout_seconds
     instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
     with limit(seconds + VERDICT_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
-        ended = members.ended if members and generation else None
-        verdict = shake_hands(worker, *where, elastic=members is not None, ended=ended)
+        verdict = shake_hands(worker, *where, elastic=bool(standby), ended=ended)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
     _name_interface(options, own)
     return Joined(verdict.store, verdict.views, own)
-
-
-def _join_members(
-    members: Membership,
-    worker: Worker,
-    options: JoinOptions,
-    opened: OpenStore,
-    device: torch.device,
-    backend: str,
-    problem: str,
-) -> Joined:
-    """As `join`, for ranks that come and go. Raises MembersChanged where a run is under way, and where a member is lost
-    while the next generation joins."""
-    if not members.generation:
-        try:
-            with naming_lost_store(worker):
-                return join(worker, options, opened, device, backend, problem, members=members)
-        except RunUnderWay as run:
-            leader = run.leader
-        raise enter(members, leader)
-    soon = replace(options, join_timeout_seconds=min(options.join_timeout_seconds, REJOIN_SECONDS))
-    try:
-        return join(worker, soon, opened, device, backend, problem, members.generation, members)
-    except (RankLost, RuntimeError) as error:
-        if not (isinstance(error, RankLost) or is_contact_lost(error)):
-            raise
-    raise meet_again(members)
 
 
 def _name_interface(options: JoinOptions, own_address: str) -> None:
@@ -315,14 +287,16 @@ def connect(
     device: torch.device,
     backend: str,
     joined: Joined,
-    members: Membership | None = None,
+    attempt_seconds: float | None = None,
+    attempts: int = 1,
 ) -> None:
-    """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`."""
-    # The backend has the same timeout and a better error message: this limit is a little longer. A member that is lost
-    # now must not end the others (--elastic): gloo tries several times, each as long.
-    attempt = members.connect_seconds if members else options.timeout_seconds
-    seconds = attempt * (CONNECT_ATTEMPTS if members else 1) + BACKEND_SECONDS
-    with limit(seconds, worker.rank, "connecting the ranks (--timeout)"):
+    """Connect the ranks after `join`. Every rank must call this. To join again, first `disconnect`.
+
+    The backend may try several times, each as long as `attempt_seconds`, by default --timeout.
+    """
+    attempt = attempt_seconds or options.timeout_seconds
+    # The backend has the same timeout and a better error message: this limit is a little longer.
+    with limit(attempt * attempts + BACKEND_SECONDS, worker.rank, "connecting the ranks (--timeout)"):
         try:
             dist.init_process_group(
                 backend,
@@ -335,15 +309,13 @@ def connect(
         except RuntimeError:
             _forget_failed_group()
             raise
-    if members:
-        _set_timeout(members.collective_seconds)
 
 
-def _set_timeout(seconds: float) -> None:
+def set_timeout(seconds: float) -> None:
     """Of the collectives to come."""
     has_its_name = hasattr(dist, "set_timeout")  # torch 2.11 has the function, but under another name
-    set_timeout = dist.set_timeout if has_its_name else dist.distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=seconds))
+    set_it = dist.set_timeout if has_its_name else dist.distributed_c10d._set_pg_timeout
+    set_it(timedelta(seconds=seconds))
 
 
 def _forget_failed_group() -> None:
@@ -353,11 +325,11 @@ def _forget_failed_group() -> None:
     dist.destroy_process_group()
 
 
-def disconnect(worker: Worker, joined: Joined, members: Membership | None = None) -> None:
+def disconnect(worker: Worker, joined: Joined, elastic: bool = False) -> None:
     """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
     connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
     follow."""
-    instead = (lambda: cut_off(joined.store)) if members else None
+    instead = (lambda: cut_off(joined.store)) if elastic else None
     with limit(3 * LEAVE_SECONDS, worker.rank, "leaving the process group", instead=instead):
         joined.store.add("done", 1)
         poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
@@ -367,6 +339,6 @@ def disconnect(worker: Worker, joined: Joined, members: Membership | None = None
 
 def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
     """Rank 0, whose process may serve the store, leaves last: another that runs may still make requests to it."""
-    store.add("left", 1)
+    store.set(f"left/{worker.rank}", "")
     if worker.is_main:
-        poll(lambda: store.add("left", 0) + len(ended_ranks.posted(store)) >= worker.world_size, seconds)
+        poll(lambda: all_have("left", store, running(store, worker)), seconds)

@@ -2,7 +2,8 @@
 
 turn/WHAT/NUMBER/heartbeat/RANK     counted up each second by every rank that is inside
                 /done/NAME          NAME has done its part
-                /failed             the first failure, as JSON; /heard counts the ranks that know of it
+                /failed             the first failure, as JSON
+                /heard/RANK         this rank knows of it
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import cut_off
-from common.join.ended import posted
+from common.join.ended import all_have, running
 from common.join.lost import MEET, is_contact_lost, store_request
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
@@ -90,7 +91,7 @@ class Turn:
                 }
             with contextlib.suppress(RuntimeError):  # the store may be gone already
                 self.store.set("failed", json.dumps(self.failure))
-                self.store.add("heard", 1)
+                self.store.set(f"heard/{self.worker.rank}", "")
             raise
 
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
@@ -125,11 +126,11 @@ class Turn:
         self.wait_for("all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
 
     def known_failure(self) -> dict | None:
-        """The failure that this rank knows of, its own or another's. `heard` counts the ranks that know of it."""
+        """The failure that this rank knows of, its own or another's."""
         with self.lock:
             if not self.failure and self.store.check(["failed"]):
                 self.failure = json.loads(self.store.get("failed"))
-                self.store.add("heard", 1)
+                self.store.set(f"heard/{self.worker.rank}", "")
             return self.failure
 
     def raise_failure(self) -> None:
@@ -164,5 +165,4 @@ class Turn:
     def _linger(self) -> None:
         """Rank 0 waits until all ranks know of the failure or have ended: the store may end with its process."""
         if self.worker.is_main:
-            ranks = self.worker.world_size
-            poll(lambda: self.store.add("heard", 0) + len(posted(self.store_of_all)) >= ranks, LINGER_SECONDS)
+            poll(lambda: all_have("heard", self.store, running(self.store_of_all, self.worker)), LINGER_SECONDS)

@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from common.state import copied
 
 
 class BackgroundWriter:
@@ -49,17 +50,3 @@ class Frozen:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.weights)
-
-
-def copied(tree: Any, known: dict[tuple, torch.Tensor] | None = None) -> Any:
-    """Nested dicts, lists and tuples with copies of their tensors on the CPU; a tensor that is there twice, such as a
-    tied embedding, is copied once."""
-    known = {} if known is None else known
-    if isinstance(tree, torch.Tensor):
-        place = tree.untyped_storage().data_ptr(), tree.storage_offset(), tree.shape, tree.stride()
-        if place not in known or not tree.numel():
-            known[place] = tree.detach().to("cpu", copy=True)
-        return known[place]
-    if isinstance(tree, dict):
-        return {key: copied(value, known) for key, value in tree.items()}
-    return type(tree)(copied(value, known) for value in tree) if type(tree) in (list, tuple) else tree

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -27,26 +27,13 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from common.console import say
 from common.errors import RunError, UserError
 from common.launch.cli import plain
-from common.record.background import BackgroundWriter, Frozen, copied
+from common.record.background import BackgroundWriter, Frozen
+from common.state import Stateful, copied, fill
 
 FORMAT = 1
 REPLACED = ".writing-old-"
 WEIGHTS, TRAINING_STATE, STATE = "model.safetensors", "training_state.pt", "state.json"
 OTHER_MODEL = "its weights belong to another model"
-
-
-class Part(Protocol):
-    """What a checkpoint holds besides the weights: an optimizer, a scheduler, a scaler, an average of the weights.
-
-    `state_dict()` returns a dict of tensors, numbers, text, None, and lists, tuples and dicts of these.
-    `load_state_dict` takes it again, with all tensors on the CPU, and makes the part what it was, bit for bit. Both
-    are local: rank 0 alone calls `state_dict`, and every rank calls `load_state_dict`. A part must hold the same on
-    every rank, because only that of rank 0 is saved.
-    """
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class Checkpoint:
         if unknown:
             raise self._refusal(f"{OTHER_MODEL}: its {sorted(unknown)[0]} is unknown here")
 
-    def load_training(self, may_have_more: bool = False, **parts: Part) -> None:
+    def load_training(self, may_have_more: bool = False, **parts: Stateful) -> None:
         """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state. With
         `may_have_more`, the checkpoint may have others too.
         """
@@ -125,14 +112,14 @@ def save(
     keep: int | None = None,
     write_extra: Callable[[Path], None] | None = None,
     writer: BackgroundWriter | None = None,
-    **parts: Part,
+    **parts: Stateful,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` completely or not at all, point `latest` to it, and remove all but `keep`.
 
-    `parts` are what `resume` fills again, by the same names (see `Part`); `write_extra(path)` may add files, such as a
-    model's config. Only rank 0 calls this. Raises RunError when the disk is full or not writable, UserError for a part
-    whose state could not be read back; earlier checkpoints stay. With a `writer` this copies the state to memory and
-    returns, while the writer writes it; errors are the writer's.
+    `parts` are what `resume` fills again, by the same names (see common/state.py); `write_extra(path)` may add files,
+    such as a model's config. Only rank 0 calls this. Raises RunError when the disk is full or not
+    writable, UserError for a part whose state could not be read back; earlier checkpoints stay. With a `writer` this
+    copies the state to memory and returns, while the writer writes it; errors are the writer's.
     """
     target = folder / f"step-{step:08d}"
     states = {name: part.state_dict() for name, part in parts.items()}
@@ -263,10 +250,12 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
     return Checkpoint(path, state), ""
 
 
-def fill(part: Part, state: dict[str, Any]) -> None:
-    """Load `state` into a part."""
-    if state:  # the scaler of a run that was not in fp16 has none
-        part.load_state_dict(state)
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint of a run; 0 where there is none."""
+    with contextlib.suppress(UserError):
+        found = find(folder)
+        return found.state["step"] if found else 0
+    return 0
 
 
 def _last_line(error: Exception) -> str:

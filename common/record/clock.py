@@ -11,9 +11,11 @@ EXCHANGE_PART = 0.02  # of the time, that exchanges may take within these limits
 class Clock:
     """Seconds of training, without evaluation and checkpoints, including those of the run that this one resumes."""
 
-    def __init__(self, earlier_seconds: float = 0.0):
+    def __init__(self, earlier_seconds: float = 0.0, saved_at: float | None = None):
+        """`saved_at`: when the last checkpoint was written, by `time.perf_counter`; by default now."""
         self.earlier_seconds, self.paused_seconds, self.is_paused = earlier_seconds, 0.0, False
-        self.began = self.last_lap = self.saved_at = time.perf_counter()
+        self.began = self.last_lap = time.perf_counter()
+        self.saved_at = self.began if saved_at is None else saved_at
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

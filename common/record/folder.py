@@ -3,26 +3,24 @@
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
+from common.elastic.run import Members
 from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record.copies import ranks_with_copies
-from common.record.held import folder_of
+from common.record.checkpoint import newest_step
 
 
-def open_folder(group: Group, options: RunOptions) -> Path:
+def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
     """The folder where this run's files go. Every rank must call this; only rank 0 uses what it returns.
 
     --resume without --out-dir takes the latest run that has checkpoints. Raises UserError where the folder holds
     another run already or cannot be written.
     """
-    if same := folder_of(group):
+    if same := members.folder():
         with group.others_wait("rank 0, which opens the files of this run"):
             if group.worker.is_main:
                 _make_writable(same, resume="auto")
-        return _with_copies(group, same, "auto")
+        return members.open_folder(same, "auto", newest_step)
     folder = Path()
     with group.others_wait("rank 0, which opens the files of this run"):
         if group.worker.is_main:
@@ -34,17 +32,7 @@ def open_folder(group: Group, options: RunOptions) -> Path:
                 raise UserError(
                     f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
                 )
-    if group.members:  # any rank may have to go on with the run's files
-        named = [folder]
-        dist.broadcast_object_list(named, src=0)
-        folder = named[0]
-    return folder if options.eval_only else _with_copies(group, folder, options.resume)
-
-
-def _with_copies(group: Group, folder: Path, resume: str | None) -> Path:
-    if group.members:
-        group.members.copies = ranks_with_copies(group, folder, resume)
-    return folder
+    return members.open_folder(folder, options.resume, None if options.eval_only else newest_step)
 
 
 def _latest(name: str) -> Path | None:

@@ -34,11 +34,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class Metrics:
     """The metrics.jsonl of a run, open for appending. Each row is handed to the run's trackers too."""
 
-    def __init__(self, folder: Path, first_step: int, steps_per_epoch: int, trackers: Trackers, goes_on: bool = False):
-        """Drops rows after `first_step`: a resumed run does those steps again. `goes_on` where other members of it
-        have written before (--elastic). Raises OSError."""
+    def __init__(
+        self, folder: Path, first_step: int, steps_per_epoch: int, trackers: Trackers, takes_over: bool = False
+    ):
+        """Drops rows after `first_step`: a resumed run does those steps again. `takes_over` where other members of
+        it have written before (--elastic). Raises OSError."""
         self.path, self.steps_per_epoch, self.trackers = folder / "metrics.jsonl", steps_per_epoch, trackers
-        self.lock = lock(folder, takes_over=goes_on)
+        self.lock = lock(folder, takes_over=takes_over)
         self.rows_before = self._drop_rows_after(first_step)
         self.file = self.path.open("a")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from common.console import say
+from common.elastic.run import Members
 from common.errors import RunError
-from common.join.elastic.membership import Membership
 from common.join.process_group import Group
 from common.join.view import places
 from common.launch.options import RunOptions
@@ -17,10 +17,10 @@ from common.record import run_json, wording
 from common.record.clock import Clock
 from common.record.metrics import Metrics
 from common.record.plots import plot_curves
-from common.record.steps import Done
+from common.record.steps import GlobalStep
 from common.record.terminal import Terminal
 from common.record.trackers import TensorBoard, Tracker, Trackers
-from common.uneven.batching import BatchPlan
+from common.uneven.plan import BatchPlan
 
 # of a step's time: its name in "ranks" rows -> in the summary
 TIMES = {"loading": "loading", "compute": "compute", "communication": "communication", "wait": "waiting"}
@@ -39,6 +39,7 @@ class Output:
     def __init__(
         self,
         group: Group,
+        members: Members,
         plan: BatchPlan,
         options: RunOptions,
         folder: Path,
@@ -62,21 +63,21 @@ class Output:
         try:
             if options.tensorboard and not is_copy:
                 told.append(TensorBoard(folder / "tensorboard", first_step))
-            goes_on = group.members is not None and group.members.generation > 0
-            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), goes_on)
+            takes_over = members.generation > 0
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), takes_over)
             if not is_copy:
                 run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-        if group.members and group.members.generation and not is_copy:
-            self._go_on(group, group.members)
+        if members.generation and not is_copy:
+            self._go_on(group, members)
         elif not is_copy:
             say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
 
-    def _go_on(self, group: Group, members: Membership) -> None:
+    def _go_on(self, group: Group, members: Members) -> None:
         """Write what the last generation has done and not written, and who is there now."""
         written = max([row["step"] for row in self.metrics.rows_before if row["kind"] in ("train", "ranks")], default=0)
-        for one in members.held.unwritten:
+        for one in members.unwritten:
             if one.step > written and one.step % self.options.log_every == 0:
                 self.metrics.write("train", one.step, loss=one.loss, lr=one.lr, grad_norm=one.grad_norm)
         ranks = [{name: view[name] for name in ("original", "node_rank", "host")} for view in group.views]
@@ -93,7 +94,7 @@ class Output:
         measures = {name: value for name, value in last.items() if name not in NOT_MEASURES}
         return (seconds[-1] if seconds else 0.0), measures, last.get("step", -1)
 
-    def steps(self, done: Sequence[Done], times: Mapping[str, torch.Tensor], clock: Clock) -> None:
+    def steps(self, done: Sequence[GlobalStep], times: Mapping[str, torch.Tensor], clock: Clock) -> None:
         """Write the rows of these steps. `times` holds milliseconds by name, each (ranks, steps)."""
         samples = sum(self.plan.global_count(one.step - 1) for one in done)
         seconds = clock.lap()

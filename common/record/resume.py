@@ -7,73 +7,75 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
+from common.elastic.run import Members
 from common.errors import UserError
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record.checkpoint import Checkpoint, Part, fill, find, latest_name, point_latest
-from common.record.held import broadcast_tree, hold, take_over
+from common.record.checkpoint import Checkpoint, find, latest_name, point_latest
 from common.record.lock import lock
-from common.uneven.local_sgd import LocalSGD
+from common.state import Stateful, broadcast_tree, fill
+from common.uneven.options.local_sgd import LocalSGD
 
 
 def resume(
     group: Group,
+    members: Members,
     options: RunOptions,
     folder: Path,
     model: torch.nn.Module,
-    identity: dict[str, Any],
-    recipe: dict[str, Any],
-    **parts: Part,
+    states: dict[str, Stateful],
+    data_fingerprint: dict[str, Any],
+    config: dict[str, Any],
 ) -> int:
     """Load the checkpoint that --resume asks for on every rank. Returns its optimizer steps, or 0 if there is none.
 
-    Rank 0 reads the checkpoint, checks that it was written with the same data (`identity`) and the same flags
-    (`recipe`, which --eval-only does not need), and sends the state of `parts` to the other ranks. Name the same parts
-    as in `checkpoint.save`; `checkpoint.Part` says what a part must be able to do. The weights stay on rank 0:
+    Rank 0 reads the checkpoint, checks that it was written with the same data (`data_fingerprint`) and the same flags
+    (`config`, which --eval-only does not need), and sends `states` to the other ranks; these are
+    the same as in `checkpoint.save`. The weights stay on rank 0:
     DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises UserError on every
-    rank, also for a part that the checkpoint lacks, or that only the checkpoint has.
+    rank, also for a state that the checkpoint lacks, or that only the checkpoint has.
     """
-    _require_all_optimizers(model, parts)
-    _require_all_schedulers(parts)
-    if (step := take_over(group, folder, model, parts)) is not None:
+    _require_all_optimizers(model, states)
+    _require_all_schedulers(states)
+    if (step := members.restore(folder, model, states)) is not None:
         return step
     if options.resume is None:
-        hold(group, folder, 0, model, parts)
+        members.keep(folder, 0, model, states)
         return 0
     found: Checkpoint | None = None
     with group.others_wait("rank 0, which reads the checkpoint"):
         if group.worker.is_main:
             found = _find_wanted(options.resume, folder)
             if found:
-                found.require(identity)
+                found.require(data_fingerprint)
                 if not options.eval_only:
-                    found.require(recipe, prefix="--")
+                    found.require(config, prefix="--")
                 found.load_model(model)
-                found.load_training(may_have_more=options.eval_only, **parts)
+                found.load_training(may_have_more=options.eval_only, **states)
                 if not options.eval_only:
                     _go_back_to(found, folder / "checkpoints")
                 say(f"resuming from {found.path}", rank=0)
             else:
                 say(f"--resume: there is no checkpoint in {folder} yet: starting from the beginning", rank=0)
-    state = {"step": 0, "parts": {}}
+    state = {"step": 0, "states": {}}
     if found:
-        state = {"step": found.state["step"], "parts": {name: part.state_dict() for name, part in parts.items()}}
+        state = {"step": found.state["step"], "states": {name: one.state_dict() for name, one in states.items()}}
     received = broadcast_tree(state, group.device)
     for buffer in model.buffers():  # not every version of torch sends them when DDP wraps the model
         dist.broadcast(buffer, src=0)
     if not group.worker.is_main:
-        for name, saved in received["parts"].items():
-            fill(parts[name], saved)
-    hold(group, folder, received["step"], model, parts)
+        for name, saved in received["states"].items():
+            fill(states[name], saved)
+    members.keep(folder, received["step"], model, states)
     return received["step"]
 
 
-def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> None:
+def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> None:
     """Raise UserError unless the optimizers among the parts hold the trainable parameters of the model, and no more.
 
     DDP does not reduce the gradients of others, and no checkpoint would have them.
     """
-    optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+    optimizers = {name: part for name, part in states.items() if isinstance(part, torch.optim.Optimizer)}
     held = {
         id(one): name for name, part in optimizers.items() for group in part.param_groups for one in group["params"]
     }
@@ -94,14 +96,14 @@ def _require_all_optimizers(model: torch.nn.Module, parts: dict[str, Any]) -> No
         )
 
 
-def _require_all_schedulers(parts: dict[str, Any]) -> None:
+def _require_all_schedulers(states: dict[str, Any]) -> None:
     """Raise UserError if an optimizer has a schedule of learning rates that is not among the parts.
 
     A scheduler of torch notes `initial_lr` in the optimizer that it changes. A part of an unknown class may hold it.
     """
     known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module | LocalSGD
-    others = [part for part in parts.values() if not isinstance(part, known)]
-    for name, part in parts.items():
+    others = [part for part in states.values() if not isinstance(part, known)]
+    for name, part in states.items():
         scheduled = isinstance(part, torch.optim.Optimizer) and any("initial_lr" in one for one in part.param_groups)
         if scheduled and not any(getattr(other, "optimizer", part) is part for other in others):
             raise UserError(

@@ -1,4 +1,4 @@
-"""What the ranks note about each optimizer step, exchanged every 1 to 5 seconds."""
+"""What the ranks note about each optimizer step, and exchange every 1 to 5 seconds."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from common.uneven.timer import StepTimer
 
 
 @dataclass(frozen=True)
-class Noted:
+class LocalStep:
     """One optimizer step as this rank knows it. Tensors stay on the device."""
 
     step: int
@@ -22,9 +22,15 @@ class Noted:
     lr: float | torch.Tensor
     grad_norm: torch.Tensor
 
+    def as_global(self) -> "GlobalStep | None":
+        """This step as all ranks know it; None where this rank does not know the loss of all."""
+        if self.global_loss is None:
+            return None
+        return GlobalStep(self.step, float(self.global_loss), float(self.lr), float(self.grad_norm))
+
 
 @dataclass(frozen=True)
-class Done:
+class GlobalStep:
     """One optimizer step as all ranks know it."""
 
     step: int
@@ -34,9 +40,10 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class ExchangedSteps:
     """What all ranks have noted about the steps since the last exchange. Tensors are (ranks, steps), on the CPU."""
 
+    done: list[GlobalStep]
     losses: torch.Tensor  # that add up to the loss
     loading_ms: torch.Tensor
     compute_ms: torch.Tensor
@@ -44,7 +51,7 @@ class Gathered:
     grad_norms: torch.Tensor  # the same on all ranks, but for those of nodes that train by themselves
     unsaved_seconds: float  # since the last checkpoint, by rank 0's clock
     signals: list[int]  # by rank, that a rank has received; 0 for none
-    let_in: bool  # processes wait to become members, as rank 0 knows
+    newcomers_wait: bool  # processes wait to become members, as rank 0 knows
     last_seconds: float  # of the exchange before this one, on the rank that waited least for the others
     seconds_here: float  # of this one, on this rank
 
@@ -68,24 +75,24 @@ class Gathered:
         return {"loading": self.loading_ms, "compute": self.compute_ms, "communication": transfer, "wait": waiting}
 
 
-def gather_steps(
+def exchange_steps(
     timer: StepTimer,
-    noted: Sequence[Noted],
+    noted: Sequence[LocalStep],
     unsaved_seconds: float,
     received: int,
-    wait: bool = False,
+    newcomers_wait: bool = False,
     last_seconds: float = 0.0,
-) -> Gathered:
+) -> ExchangedSteps:
     """The steps since the last call on all ranks; `unsaved_seconds` is by this rank's clock, `received` the number of a
-    signal that it has received, or 0, `wait` whether it knows of processes that wait to be let in, and `last_seconds`
-    what the last call took here. Every rank must call this.
+    signal that it has received, or 0, `newcomers_wait` whether it knows of processes that wait to be let in,
+    and `last_seconds` what the last call took here. Every rank must call this.
 
     Raises UserError on every rank where they have divided a step's loss by different counts.
     """
     sums = torch.stack([one.loss for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock, signals = torch.full_like(sums, unsaved_seconds), torch.full_like(sums, received)
-    waiting, seconds = torch.full_like(sums, wait), torch.full_like(sums, last_seconds)
+    waiting, seconds = torch.full_like(sums, newcomers_wait), torch.full_like(sums, last_seconds)
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
     norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
     mine = torch.stack([sums, *sums.new_tensor(times).T, norms, clock, counts, signals, waiting, seconds])
@@ -97,12 +104,16 @@ def gather_steps(
     losses, loading, compute, exchange, norms, clocks, counted, signals, waiting, seconds = rows
     _require_one_count(noted, counted)
     received_by = [int(number) for number in signals[:, 0].tolist()]
-    unsaved, let_in = float(clocks[0, 0]), bool(waiting[0, 0])
+    unsaved, wait = float(clocks[0, 0]), bool(waiting[0, 0])
     last = float(seconds[:, 0].min())
-    return Gathered(losses, loading, compute, exchange, norms, unsaved, received_by, let_in, last, took)
+    done = [
+        GlobalStep(step.step, loss if step.global_loss is None else float(step.global_loss), float(step.lr), norm)
+        for step, loss, norm in zip(noted, losses.sum(dim=0).tolist(), norms.max(dim=0).values.tolist(), strict=True)
+    ]
+    return ExchangedSteps(done, losses, loading, compute, exchange, norms, unsaved, received_by, wait, last, took)
 
 
-def _require_one_count(noted: Sequence[Noted], counted: torch.Tensor) -> None:
+def _require_one_count(noted: Sequence[LocalStep], counted: torch.Tensor) -> None:
     """`counted` (ranks, steps) is what each rank's loss was divided by."""
     differs = (counted != counted[0]).nonzero()
     if len(differs):

@@ -5,7 +5,7 @@ from typing import Any
 
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.uneven.batching import BatchPlan
+from common.uneven.plan import BatchPlan
 
 SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1")  # and names that end in _accuracy and so on
 

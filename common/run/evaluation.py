@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from common.uneven.batches import move
+from common.uneven.evaluation import EvaluationSampler
 from common.uneven.loading import part_loader
-from common.uneven.sampling import EvaluationSampler
 
 if TYPE_CHECKING:
     from common.run.run import Run

@@ -30,23 +30,27 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from common.elastic.group import group_and_members
+from common.elastic.run import Members
 from common.errors import UserError
-from common.join.process_group import Group, process_group
+from common.join.process_group import Group
 from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.options import RunOptions
-from common.record.checkpoint import Part
 from common.record.folder import open_folder
-from common.record.report import Report
 from common.record.resume import resume
 from common.record.trackers import Tracker
+from common.run.checkpointer import Checkpointer
+from common.run.ending import Ending
 from common.run.evaluation import EvaluationLoader
+from common.run.log import StepLog
+from common.run.precision import Precision
+from common.state import Stateful
 from common.uneven import ddp
-from common.uneven.balance import Balancer
 from common.uneven.global_batches import GlobalBatchLoader, StepBatch
-from common.uneven.local_sgd import LocalSGD
-from common.uneven.memory import fitting_micro_batches
-from common.uneven.precision import Precision
+from common.uneven.options.balance import Balancer
+from common.uneven.options.local_sgd import LocalSGD
+from common.uneven.options.memory import fitting_micro_batches
 from common.uneven.seeding import derive_seed
 
 NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_momentum": 0.0}  # of cli.add_link_flags
@@ -56,11 +60,14 @@ class Run:
     """One run on this rank. Every rank makes one, and calls the same methods in the same order."""
 
     group: Group
+    members: Members
     device: torch.device
     precision: Precision
     options: RunOptions
     batches: GlobalBatchLoader
-    report: Report
+    log: StepLog
+    checkpointer: Checkpointer
+    ending: Ending
     nodes: LocalSGD
     folder: Path
     model: ddp.UnevenDistributedDataParallel
@@ -71,9 +78,9 @@ class Run:
         self.args = Namespace(**NO_LINK_FLAGS | vars(args))
         self.step = 0  # optimizer steps done
         self.total_steps = 0  # after which the run is done
-        self.identity: dict[str, Any] = {}  # what a checkpoint to resume from must have too
+        self.data_fingerprint: dict[str, Any] = {}  # what a checkpoint to resume from must have too
         self.facts: dict[str, object] = {}  # further lines of the header
-        self.parts: dict[str, Part] = {}  # what a checkpoint has besides the weights
+        self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
         self.has_said_reached = False
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
@@ -89,13 +96,15 @@ class Run:
 
     @contextlib.contextmanager
     def _enter(self) -> Iterator["Run"]:
-        with process_group(self.worker, cli.join_options(self.args)) as self.group:
+        with group_and_members(self.worker, cli.join_options(self.args)) as (self.group, self.members):
             self.device = self.group.device
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
             yield self
-            if hasattr(self, "report") and not self.options.eval_only:  # a trainer may return before there is a model
-                self.report.summary(self.step, **self._summary)
+            if hasattr(self, "ending"):  # training has begun
+                self.checkpointer.finish()
+                self.ending.interrupts.close()
+                self.log.summary(self.step, **self._summary)
 
     # --- data ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +116,7 @@ class Run:
         """Raise UserError on every rank unless these are the same on all; and, at --resume, those of the checkpoint.
         Every rank must call this."""
         self.group.agree(**values)
-        self.identity |= values
+        self.data_fingerprint |= values
 
     def describe(self, **facts: object) -> None:
         """Further lines of the header, such as data="mnist: 60,000 images"."""
@@ -150,10 +159,10 @@ class Run:
         """Seed torch's generators for one purpose, such as "weights": the same on every layout."""
         torch.manual_seed(derive_seed(self.args.seed, purpose))
 
-    def resume(self, net: torch.nn.Module, settings: dict[str, Any] | None = None, **parts: Part) -> None:
-        """Load the checkpoint that --resume asks for. `parts` are what a step changes besides the weights of `net`: all
-        optimizers and schedulers, an average of the weights (see checkpoint.Part). `settings` must be those of the
-        checkpoint, as flags must. Every rank must call this, before `wrap`."""
+    def resume(self, net: torch.nn.Module, settings: dict[str, Any] | None = None, **states: Stateful) -> None:
+        """Load the checkpoint that --resume asks for. `states` are what a step changes besides the weights of `net`:
+        all optimizers and schedulers, an average of the weights (see common.state.Stateful). `settings` must be those
+        of the checkpoint, as flags must. Every rank must call this, before `wrap`."""
         if not hasattr(self, "batches"):
             raise UserError(
                 "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a "
@@ -163,10 +172,11 @@ class Run:
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.net = net
         self.nodes = LocalSGD(net, sampler, timer, self.group.ranks_of_nodes, *outer)
-        self.parts = {**parts, "scaler": self.precision.scaler, **self.nodes.parts}
-        self.recipe = cli.recipe(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
-        self.folder = open_folder(self.group, self.options)
-        self.step = resume(self.group, self.options, self.folder, net, self.identity, self.recipe, **self.parts)
+        self.states = {**states, "scaler": self.precision.scaler, **self.nodes.parts}
+        self.config = cli.recipe(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
+        self.folder = open_folder(self.group, self.members, self.options)
+        where = self.group, self.members, self.options, self.folder
+        self.step = resume(*where, net, self.states, self.data_fingerprint, self.config)
         self.batches.step = self.step
 
     def wrap(
@@ -201,13 +211,18 @@ class Run:
         )
         timer = self.batches.timer
         self.balancer = Balancer(plan, self.batches.sampler, timer, model, on=args.balance == "auto")
-        self.report = Report(self.group, plan, timer, self.options, self.precision, untrained_loss, self.trackers)
+        facts = {"micro_batches": self.micro_batches, **self.facts}
+        given = plan, timer, self.options, self.precision, untrained_loss, self.trackers
+        self.log = StepLog(self.group, self.members, *given)
         if args.eval_only:
             self.evaluation_is_due, self.total_steps = True, self.step
             return model
-        facts = {"micro_batches": self.micro_batches, **self.facts}
-        self.report.open_together(self.folder, self.step, self.total_steps, **facts)
-        if self.report.goes_on:  # ranks were lost, or have come: what was due after the last step may not be done
+        has_checkpoints = self.log.open_together(self.folder, self.step, self.total_steps, **facts)
+        after_member_change = self.step > 0 and self.members.generation > 0
+        lost_all = after_member_change and not has_checkpoints  # the disk that had them is gone
+        self.checkpointer = Checkpointer(self.group, self.members, self.options, self.log, wants_one=lost_all)
+        self.ending = Ending(self.group, self.members)
+        if after_member_change:  # what was due after the last step may not have been done
             self._note_due(self._epoch_ends_or_eval_every, self._wants_checkpoint and self.nodes.is_synchronized)
         return model
 
@@ -265,21 +280,23 @@ class Run:
             )
         batch: StepBatch = self.batches.last
         self.step = batch.step + 1
-        ends = self.step == self.total_steps or self.report.is_interrupted
+        ends = self.step == self.total_steps or self.ending.is_interrupted
         evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, now=ends)
-        self.report.note(self.step, self.lr, self.grad_norm, batch.global_count)
+        self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.lr = None
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
         self._note_due(evaluates, self._wants_checkpoint and self.nodes.is_synchronized)
 
     def _note_due(self, evaluates: bool, saves: bool) -> None:
-        if saves or evaluates or self.report.is_due:
-            for done in self.report.exchange():
+        if (saves or evaluates or self.log.is_due) and (steps := self.log.exchange(self.ending.interrupts.received)):
+            self.checkpointer.unsaved_seconds = steps.unsaved_seconds
+            self.ending.agree(steps)
+            for done in steps.done:
                 self.precision.require_finite(done.step, done.loss, done.grad_norm)
-        self.evaluation_is_due = evaluates and self.report.evaluated_step != self.step
+        self.evaluation_is_due = evaluates and self.log.evaluated_step != self.step
         self.checkpoint_is_due = saves
         if self.evaluation_is_due:
-            self._stopped_clock.enter_context(self.report.pause())  # its time does not count as training
+            self._stopped_clock.enter_context(self.log.pause())  # its time does not count as training
 
     @property
     def _epoch_ends(self) -> bool:
@@ -292,7 +309,7 @@ class Run:
 
     @property
     def _wants_checkpoint(self) -> bool:
-        return self.report.checkpoint_is_due(self.step, self._epoch_ends)
+        return self.checkpointer.is_due(self.step, now=self._epoch_ends or self.ending.is_due)
 
     # --- what is due ---------------------------------------------------------------------------------------------
 
@@ -303,18 +320,18 @@ class Run:
 
     def has_reached(self, measure: str, target: float | None) -> bool:
         """Whether the last evaluation's `measure` is at least `target`, which the log then says. Never for None."""
-        if target is None or self.report.last_eval.get(measure, -float("inf")) < target:
+        if target is None or self.log.last_eval.get(measure, -float("inf")) < target:
             return False
         if not self.has_said_reached:
             self.has_said_reached = True
-            self.line(f"reached {target:.2%} after {self.report.clock.seconds:.1f} s of training")
+            self.line(f"reached {target:.2%} after {self.log.clock.seconds:.1f} s of training")
         return True
 
     def log_evaluation(self, **numbers: float) -> None:
         """Write what an evaluation after this step has found, such as loss=, accuracy= and count=."""
         self._stopped_clock.close()
         self.evaluation_is_due = False
-        self.report.evaluation(self.step, **numbers)
+        self.log.evaluation(self.step, **numbers)
 
     def save(
         self,
@@ -328,23 +345,24 @@ class Run:
         Raises Interrupted where a signal has asked for the end of the run.
         """
         is_main = into == "checkpoints"
-        parts, keep = (self.parts, self.args.keep) if is_main else ({}, 1)
-        self.report.save(self.step, self.net, self.identity | self.recipe | numbers, parts, keep, write_extra, into)
+        states, keep = (self.states, self.args.keep) if is_main else ({}, 1)
+        fields = self.data_fingerprint | self.config | numbers
+        self.checkpointer.save(self.step, self.net, fields, states, keep, write_extra, into)
         if is_main:
             self.checkpoint_is_due = False
-            self.report.end_if_interrupted(self.step)
+            self.ending.stop(self.step, self.checkpointer.finish)
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
-        self.report.finish_saving()
+        self.checkpointer.finish()
 
     def pause(self) -> AbstractContextManager[None]:
         """Use around work between two steps that is not training."""
-        return self.report.pause()
+        return self.log.pause()
 
     def line(self, text: str) -> None:
         """One line from rank 0."""
-        self.report.line(text)
+        self.log.line(text)
 
     def summarize(self, **numbers: object) -> None:
         """What the last row of metrics.jsonl has besides what each run has."""

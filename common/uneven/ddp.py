@@ -25,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
-from common.uneven.batches import change, take_rows
-from common.uneven.checks import Guard, UnsummedGradients, description, refuse_batch_norm, require_same, say_noise
-from common.uneven.compression import Summed, gradient_sum, sum_bucket, sum_number
-from common.uneven.global_batch import needs_whole_parts
 from common.uneven.global_batches import GlobalBatchLoader, require_global_batches
-from common.uneven.local_sgd import LocalSGD
-from common.uneven.precision import IS_SUMMED
+from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
+from common.uneven.guards.layers import refuse_batch_norm, say_noise
+from common.uneven.guards.same import description, require_same
+from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_number
+from common.uneven.options.empty_batches import EmptyPartsApart
+from common.uneven.options.global_batch import needs_whole_parts
+from common.uneven.options.local_sgd import LocalSGD
 from common.uneven.timer import StepTimer
 
 # Before Python shuts down. After a backward, a thread of the backend still needs the interpreter's lock, for what torch
@@ -41,14 +42,15 @@ REST_SECONDS = 0.1
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """What `wrap` returns: DistributedDataParallel that sums, with a guard that checks each step (checks.py)."""
+    """What `wrap` returns: DistributedDataParallel that sums, with a guard for each step (guards/gradients.py)."""
 
-    def __init__(self, net: torch.nn.Module, timer: StepTimer, guard: Callable[[], Guard], number: int, **options: Any):
+    def __init__(self, net: torch.nn.Module, timer: StepTimer, guard: Guard, **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
-        self.timer, self.guard, self.number = timer, guard(), number  # in the order of `wrap`
+        self.timer, self.guard = timer, guard
+        guard.watch(timer.device, self.process_group, timer.models)
         for parameter in net.parameters():
             if parameter.requires_grad:
-                setattr(parameter, IS_SUMMED, True)
+                setattr(parameter, IS_REDUCED, True)
         self.in_micro_batch = False  # of `no_sync`
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -78,49 +80,21 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
                 "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"
             )
-        self.guard.require_whole_part(is_last)
-        self.guard.require_noted_gradients()
         alone = dist.get_world_size() == 1
         timer.unmark("ready")
-        if is_last and len(timer.models) > 1 and not alone:  # a rank that skips one would add to the sums of another
-            self.require_same_network()
-        others = [other.guard for other in timer.models if other is not self]
-        before = [guard.gradients() for guard in others]
         timer.tell("pass")
-        with self.micro_batch(), nullcontext() if is_last and not alone else super().no_sync():
-            try:
-                yield
-            except torch.OutOfMemoryError as error:
-                wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
-                raise UserError(
-                    f"a micro-batch does not fit into the memory of {timer.device} ({wanted}): give a smaller "
-                    "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
-                ) from error
-        for guard, gradients in zip(others, before, strict=True):
-            guard.require_untouched(gradients)
+        with (
+            self.guard.micro_batch(is_last),
+            self.micro_batch(),
+            nullcontext() if is_last and not alone else super().no_sync(),
+        ):
+            yield
         timer.tell("passed")
-        self.guard.note_gradients(is_last)
         if is_last:
             if alone:
                 timer.mark("ready")
             timer.mark("reduced")
-            self.guard.require_all_reached(all_reduced=timer.is_marked("ready"))
-            self.guard.require_same_buffers()
-
-    def require_same_network(self) -> None:
-        """Raise UserError on every rank unless all of them exchange this network's gradients next."""
-        mine = torch.tensor([self.number], device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.process_group))]
-        dist.all_gather(everyone, mine, self.process_group)
-        first, *others = torch.cat(everyone).tolist()
-        for rank, number in enumerate(others, start=1):
-            if number != first:
-                raise UserError(
-                    f"rank {rank} is about to exchange the gradients of network {number}, but rank 0 those of network "
-                    f"{first}, in the order of their wrap(): each must run in the same steps on all ranks. Where a "
-                    "rank's samples have nothing for a network, run it on an empty batch",
-                    same_on_every_rank=True,
-                )
+            self.guard.require_complete(all_reduced=timer.is_marked("ready"))
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -186,8 +160,7 @@ def wrap(
     wrapped = UnevenDistributedDataParallel(
         EmptyPartsApart(net, compiled, pad_empty_batch) if compiled or pad_empty_batch else net,
         timer,
-        lambda: Guard(net, layout_dependent, no_micro_batches),
-        number=len(timer.models) + 1,
+        Guard(net, layout_dependent, no_micro_batches),
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         process_group=apart.group if apart else None,
@@ -248,45 +221,3 @@ def _sum_over_ranks(
             return sum_bucket(bucket, beside=number)
         sum_number(number)
     return sum_gradients(bucket)
-
-
-class EmptyPartsApart(torch.nn.Module):
-    """A model, or torch.compile's version of it, and another way for an empty batch.
-
-    Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15): such a
-    batch goes through the model itself. With `pad_empty_batch`, one row of zeros goes through it and none comes out, so
-    that all gradients are exactly zero.
-    """
-
-    def __init__(self, model: torch.nn.Module, compiled: bool | str, pad_empty_batch: bool):
-        super().__init__()
-        self.model, self.pad_empty_batch = model, pad_empty_batch
-        dynamic = True if compiled == "dynamic" else None
-        self.compiled = torch.compile(model.forward, dynamic=dynamic) if compiled else None
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        if not _has_no_rows(inputs, named):
-            return (self.compiled or self.model)(*inputs, **named)
-        if not self.pad_empty_batch:
-            return self.model(*inputs, **named)
-        inputs, named = change((inputs, named), _one_row)
-        return take_rows(self.model(*inputs, **named), slice(0, 0))
-
-
-def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    sizes: list[int] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            sizes.append(len(leaf))
-        return leaf
-
-    change((inputs, named), note)
-    return bool(sizes) and not any(sizes)
-
-
-def _one_row(leaf: Any) -> Any:
-    """Zeros, and True for masks: attention over nothing is not a number."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return leaf
-    return leaf.new_full((1, *(max(1, size) for size in leaf.shape[1:])), leaf.dtype == torch.bool)

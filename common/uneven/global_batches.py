@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from common.errors import UserError
 from common.uneven.batches import micro_batches, move
-from common.uneven.batching import plan_batches
 from common.uneven.loading import BatchedDataset, part_loader
+from common.uneven.options.token_balance import TokenBalancedSampler
+from common.uneven.plan import plan_batches
 from common.uneven.sampling import Indices, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed, seed_noise
 from common.uneven.timer import NOT_EXCHANGED, StepTimer
-from common.uneven.token_balance import TokenBalancedSampler
 
 Cut = Callable[[Any, int | None], Iterator[tuple[Any, bool]]]
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from common.errors import UserError
 from common.uneven.batches import take_rows
-from common.uneven.fingerprint import fingerprint
+from common.uneven.guards.data_set import collated, require_repeatable
+from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.seeding import derive_seed
 
 SAMPLER_SAYS = "the sampler says which samples make a batch, in which order; the last batch of an epoch is smaller"
@@ -25,7 +26,6 @@ NOT_OPTIONS = {
     **dict.fromkeys(("batch_size", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
     "collate_fn": "give the function as collate=",
 }
-CHECKED_SAMPLES = 4  # of the first batch, which are read again
 SHARED_TENSORS = 100  # at most, by file descriptors, between a rank and a loader's process
 
 
@@ -93,43 +93,16 @@ class Parts(Dataset):
         epoch, chosen = getattr(indices, "epoch", 0), indices or [0]
         with _random_state_kept():
             if not self.is_checked:
-                self._require_repeatable(chosen[:CHECKED_SAMPLES], epoch)
-            batch = self._collated([self.sample(index, epoch) for index in chosen])
+                self.is_checked = True
+                name = type(self.dataset).__name__
+                require_repeatable(lambda index: self.sample(index, epoch), chosen, self.collate, name)
+            batch = collated(self.collate, [self.sample(index, epoch) for index in chosen])
         return batch if indices else take_rows(batch, slice(0, 0))
 
     def sample(self, index: int, epoch: int) -> Any:
         """One sample of the data set, its random numbers drawn from (seed, epoch, sample)."""
         seed_all(derive_seed(self.seed, "sample", epoch, index))
         return self.dataset[index]
-
-    def _require_repeatable(self, chosen: list[int], epoch: int) -> None:
-        """Make a batch of these samples twice: with the same seeds it must be the same. Samples and batches of unknown
-        classes are not compared."""
-        self.is_checked = True
-        twice = [[self.sample(index, epoch) for index in chosen] for _ in range(2)]
-        for index, first, second in zip(chosen, *twice, strict=True):
-            if _differ(first, second):
-                raise UserError(
-                    f"sample {index} of {type(self.dataset).__name__} is another one when it is read again with the "
-                    "same seeds, so it would depend on the layout: draw its random numbers from torch, numpy.random or "
-                    "random, without a generator of its own"
-                )
-        if _differ(*(self._collated(samples) for samples in twice)):
-            raise self._random_collate()
-
-    def _collated(self, samples: list[Any]) -> Any:
-        before = _random_state()
-        batch = self.collate(samples)
-        if _random_state() != before:
-            raise self._random_collate()
-        return batch
-
-    def _random_collate(self) -> UserError:
-        name = getattr(self.collate, "__name__", type(self.collate).__name__)
-        return UserError(
-            f"the collate function {name} draws random numbers, which would depend on this rank's part: draw them "
-            "in the data set's __getitem__, which is seeded for each sample"
-        )
 
 
 def dataset_fingerprint(dataset: Dataset, samples: int = 256) -> str:
@@ -180,20 +153,6 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
-
-
-def _random_state() -> tuple[Any, ...]:
-    """The state of all three generators, in a form that can be compared."""
-    _, keys, position, *_ = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), position, random.getstate()
-
-
-def _differ(first: Any, second: Any) -> bool:
-    """Whether two values are known to differ."""
-    try:
-        return fingerprint(first) != fingerprint(second)
-    except UserError:
-        return False
 
 
 def _as_is(batch: Any) -> Any:

@@ -1,5 +1,5 @@
 """BatchNorm normalises with the mean of the samples that a rank holds. LayerNorm and GroupNorm look at one sample
-alone. (Or let the ranks exchange the sums: common/uneven/global_batch.py.)"""
+alone. (Or let the ranks exchange the sums: common/uneven/options/global_batch.py.)"""
 
 import torch
 import torch.distributed as dist

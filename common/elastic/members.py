@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from common.console import say
+from common.elastic.change import attend, follow, meet
+from common.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
+from common.elastic.membership import ADDRESSES, LetIn, Membership, address_of
+from common.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
 from common.errors import ExplainedError, MembersChanged, RankLost, RunError
 from common.join import ended, network
 from common.join.connections import Connections
-from common.join.elastic.change import attend, follow, meet
-from common.join.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
-from common.join.elastic.membership import ADDRESSES, LetIn, Membership, address_of
-from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
 from common.join.lost import MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
 from common.join.view import places

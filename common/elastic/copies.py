@@ -6,6 +6,7 @@ nothing. Where rank 0 is lost, its successor goes on in its own files.
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,20 +15,20 @@ from common.console import say
 from common.errors import UserError
 from common.join.process_group import Group
 from common.join.view import node_of, place
-from common.record.checkpoint import find
 
 COPIED = ("metrics.jsonl", "run.json")
 
 
-def ranks_with_copies(group: Group, folder: Path, resume: str | None) -> list[int]:
-    """The first rank of each node that does not see rank 0's files in `folder`. Every rank must call this.
+def ranks_with_copies(
+    group: Group, generation: int, folder: Path, resume: str | None, newest_step: Callable[[Path], int]
+) -> list[int]:
+    """The first rank of each node that does not see rank 0's files in `folder`. `newest_step(folder)` is that of a
+    folder's newest checkpoint, or 0. Every rank must call this.
 
     Raises UserError where a node's own disk holds another run, or a later checkpoint than rank 0's.
     """
-    if not group.members:
-        return []
     first_of_nodes = list({node_of(view): view["rank"] for view in reversed(group.views)}.values())
-    probe = folder / f".disk-{group.members.generation}-{group.views[0]['nonce']}"
+    probe = folder / f".disk-{generation}-{group.views[0]['nonce']}"
     mine = probe.with_name(f"{probe.name}-{group.worker.rank}")
     is_first, can_write = group.worker.rank in first_of_nodes, True
     if is_first:
@@ -41,25 +42,17 @@ def ranks_with_copies(group: Group, folder: Path, resume: str | None) -> list[in
         dist.barrier()
         seen = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         known: list = [None] * group.worker.world_size
-        state = (sorted(seen), can_write, (folder / "metrics.jsonl").exists(), _newest(folder) if is_first else 0)
+        state = (sorted(seen), can_write, (folder / "metrics.jsonl").exists(), newest_step(folder) if is_first else 0)
         dist.all_gather_object(known, state)
     finally:
         if is_first:
             with contextlib.suppress(OSError):
                 mine.unlink()
     alone = [rank for rank in first_of_nodes if rank and known[rank][1] and not _share(known, probe.name, rank)]
-    if not group.members.generation:
+    if not generation:
         for rank in alone:
             _require_older(group, folder, resume, rank, known)
     return sorted(alone)
-
-
-def _newest(folder: Path) -> int:
-    """The step of the newest checkpoint; 0 where there is none."""
-    with contextlib.suppress(UserError):
-        found = find(folder)
-        return found.state["step"] if found else 0
-    return 0
 
 
 def _share(known: list, probe: str, rank: int) -> bool:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.join.elastic.standby import DEAD, Standby, states
+from common.elastic.standby import DEAD, Standby, states
+from common.elastic.state import InMemoryState
 from common.join.store import OpenStore
 from common.join.view import RESUME, difference, layout_of
 from common.launch.layout import Worker
@@ -37,9 +38,8 @@ class Membership:
     main: Any = None  # the store at --master-addr, which this process may serve
     cause: str = ""  # of the last change
     ends: str = ""  # why the run must save and end; empty while enough members are left
-    held: Any = None  # the state of the optimisation, for the record room
-    interrupts: Any = None  # the signals that have come, for the record room
-    copies: list[int] = field(default_factory=list)  # ranks with files on their node's own disk, for the record room
+    state: InMemoryState | None = None  # of the optimisation
+    interrupts: Any = None  # what handles signals, over all generations
     newcomers_wait: bool = False  # and may be let in between two steps
     is_connecting: bool = False  # the ranks of this generation: one may learn much later than another that this failed
     # Standbys at which a process that waits may find the leader; in a generation that joins, those of its ranks.
@@ -56,7 +56,7 @@ class Membership:
     @property
     def step(self) -> int:
         """The optimizer steps that are done."""
-        return self.held.step if self.held else 0
+        return self.state.step if self.state else 0
 
     def work_with(self, rank: int, views: list[dict]) -> None:
         """Note the members of a generation that begins, and this process's rank among them."""

@@ -8,8 +8,8 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.errors import RunError, UserError
+from common.uneven.guards.gradients import IS_REDUCED
 
-IS_SUMMED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
 MOST_SKIPPED = 10  # steps in a row
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,7 +39,7 @@ class Precision:
         self.backpropagated += loss.detach().sum()
         self.scaler.scale(loss).backward()
 
-    def sum_beside_gradients(self) -> torch.Tensor:
+    def reduce_with_gradients(self) -> torch.Tensor:
         """What backward has had so far, for `StepTimer.at_exchange`. So every rank knows the loss of a step before it
         takes the step, and a rank that is lost afterwards takes nothing with it."""
         self.summed = self.backpropagated.clone()
@@ -118,7 +118,7 @@ def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch
                     "so it would not be clipped: give the module that has all of them, such as an nn.ModuleDict of "
                     "both networks, or call precision.step once for each network with its own optimizer"
                 )
-            if not hasattr(one, IS_SUMMED):
+            if not hasattr(one, IS_REDUCED):
                 raise UserError(
                     f"the gradient of {names[id(one)]} is not summed over the ranks, so each rank would train its own "
                     "copy: its network needs a wrap(), and its forward and backward a no_sync"

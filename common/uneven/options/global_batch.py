@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import UserError
-from common.uneven.batching import BatchPlan
+from common.uneven.plan import BatchPlan
 
 
 class _SumOverRanks(torch.autograd.Function):

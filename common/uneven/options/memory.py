@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.uneven.global_batch import needs_whole_parts
+from common.uneven.options.global_batch import needs_whole_parts
 
 RESERVED_COPIES = 4  # of the weights, that training needs besides: two moments of AdamW, DDP's buckets, and a margin
 CLOSER = 3  # trials between the largest size that fits and the smallest that does not

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.uneven.compression import Summed, sum_bucket
-from common.uneven.precision import IS_SUMMED
+from common.uneven.guards.gradients import IS_REDUCED
+from common.uneven.options.compression import Summed, sum_bucket
 from common.uneven.sampling import UnevenDistributedSampler
 from common.uneven.timer import StepTimer
 
@@ -63,7 +63,7 @@ class LocalSGD:
         )
         # The weights of the last outer step, in one vector, which the outer optimizer trains.
         self.anchor = torch.nn.Parameter(self._weights())
-        setattr(self.anchor, IS_SUMMED, True)
+        setattr(self.anchor, IS_REDUCED, True)
         self.outer = torch.optim.SGD([self.anchor], lr, momentum, nesterov=momentum > 0)
         self.sent_as = self.anchor.dtype  # the numbers that nodes exchange
         self.are_many = len(nodes) > 1

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.uneven.batching import BatchPlan
 from common.uneven.ddp import UnevenDistributedDataParallel
+from common.uneven.options.speeds import Speeds
+from common.uneven.plan import BatchPlan
 from common.uneven.sampling import UnevenDistributedSampler
-from common.uneven.speeds import Speeds
 from common.uneven.timer import StepTimer
 
 WINDOW_STEPS, MOST_STEPS = 5, 50  # between two exchanges of the ranks' times

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from common.uneven.batching import split
+from common.uneven.plan import split
 
 WORTHWHILE = 0.98  # a change must bring the time of a step below this part of what it is
 CLEAR = 0.9  # and unless it brings it below this, all of the last windows must say so

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from common.elastic.membership import Membership, address_of
+from common.elastic.standby import ANSWER_SECONDS, reach
 from common.errors import ExplainedError
 from common.join.connections import Connections
-from common.join.elastic.membership import Membership, address_of
-from common.join.elastic.standby import ANSWER_SECONDS, reach
 from common.join.handshake import LEADER, leader_in
 from common.join.store import serve
 from common.join.view import place

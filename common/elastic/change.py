@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from common.console import say
+from common.elastic.membership import ADDRESSES, Membership, address_of
+from common.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, Visit, reach_unless_dead, states
 from common.errors import Interrupted, MembersChanged, RunEnded, RunError, UserError
 from common.join.connections import cut_off
-from common.join.elastic.membership import ADDRESSES, Membership, address_of
-from common.join.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, Visit, reach_unless_dead, states
 from common.join.lost import within
 from common.join.store import OpenStore, split
 from common.join.view import node_of, places

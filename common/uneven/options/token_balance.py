@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from common.uneven.batching import BatchPlan
-from common.uneven.sampling import BATCHES_A_RANK, UnevenDistributedSampler
+from common.uneven.evaluation import BATCHES_A_RANK
+from common.uneven.plan import BatchPlan
+from common.uneven.sampling import UnevenDistributedSampler
 
 # What one more forward and backward costs besides its tokens, in tokens. On a CPU that is mostly the gradient of the
 # embedding, which is as large as the vocabulary; on a GPU it is the launches of kernels that have little work each.

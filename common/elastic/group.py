@@ -1,0 +1,91 @@
+"""The process group of a run whose members may change: each generation is one call of `elastic_group`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from common.elastic.members import enter, meet_again, open_members, surviving
+from common.elastic.membership import CONNECT_ATTEMPTS, Membership
+from common.elastic.run import ElasticMembers, Members
+from common.errors import RankLost
+from common.join.connections import Connections
+from common.join.handshake import RunUnderWay
+from common.join.lost import is_contact_lost, naming_lost_store
+from common.join.process_group import (
+    Group,
+    Joined,
+    choose,
+    connect,
+    disconnect,
+    finishing,
+    group_of,
+    join,
+    process_group,
+    remove_meeting_file,
+    set_timeout,
+    working,
+)
+from common.join.store import OpenStore
+from common.launch.layout import Worker
+from common.launch.options import JoinOptions
+
+REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all there
+
+
+@contextmanager
+def group_and_members(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group, Members]]:
+    """The process group of a run, as `process_group`; with --elastic, that of its members in this generation.
+
+    Raises MembersChanged where these change: the caller then begins again, in the place that this names.
+    """
+    if not options.elastic:
+        with process_group(worker, options) as group:
+            yield group, Members()
+        return
+    device, backend, problem = choose(worker, options)
+    if backend == "nccl":
+        problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"
+    opened, membership = open_members(worker, options)
+    joined = _join(membership, worker, options, opened, device, backend, problem)
+    group = group_of(worker, options, device, backend, joined, elastic=True)
+    connections = Connections()
+    leave = partial(disconnect, worker, joined, elastic=True)
+    with finishing(group), surviving(membership, worker, joined.views, joined.store, connections, leave):
+        with membership.connecting():
+            connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
+            set_timeout(membership.collective_seconds)
+        with working(group, connections):
+            yield group, ElasticMembers(group, membership)
+        leave()
+    remove_meeting_file(worker)
+
+
+def _join(
+    membership: Membership,
+    worker: Worker,
+    options: JoinOptions,
+    opened: OpenStore,
+    device: torch.device,
+    backend: str,
+    problem: str,
+) -> Joined:
+    """As `join`, for ranks that come and go. Raises MembersChanged where a run is under way, and where a member is lost
+    while the next generation joins."""
+    what, standby = (device, backend, problem), membership.address
+    if not membership.generation:
+        try:
+            with naming_lost_store(worker):
+                return join(worker, options, opened, *what, standby=standby)
+        except RunUnderWay as run:
+            leader = run.leader
+        raise enter(membership, leader)
+    soon = replace(options, join_timeout_seconds=min(options.join_timeout_seconds, REJOIN_SECONDS))
+    try:
+        return join(worker, soon, opened, *what, membership.generation, standby, membership.ended)
+    except (RankLost, RuntimeError) as error:
+        if not (isinstance(error, RankLost) or is_contact_lost(error)):
+            raise
+    raise meet_again(membership)

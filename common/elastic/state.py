@@ -1,0 +1,69 @@
+"""The state of the optimisation in a rank's memory, from which a run goes on when its members change (--elastic)."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.join.process_group import Group
+from common.state import Stateful, broadcast_tree, fill, on_cpu
+
+
+@dataclass
+class InMemoryState:
+    """What a rank has after each optimizer step: everything that the next one needs."""
+
+    folder: Path  # of the run's files
+    step: int  # optimizer steps done
+    model: torch.nn.Module
+    states: dict[str, Stateful]
+    exchanged: list[Any] = field(default_factory=list)  # LocalSteps that rank 0 may not have written
+    noted: list[Any] = field(default_factory=list)  # LocalSteps since then
+    unwritten: list[Any] = field(default_factory=list)  # GlobalSteps of the last generation, for rank 0 to write
+    saved_at: float = field(default_factory=time.perf_counter)  # when the last checkpoint was written
+
+    def last_steps(self) -> list[Any]:
+        """The last steps as all ranks know them: their losses are summed over the ranks with the gradients."""
+        steps = [step.as_global() for step in [*self.exchanged, *self.noted]]
+        return self.unwritten + [step for step in steps if step]
+
+
+def restore_from_members(
+    group: Group, mine: InMemoryState | None, folder: Path, model: torch.nn.Module, states: dict[str, Stateful]
+) -> InMemoryState | None:
+    """Fill `model` and `states` with what the members of the last generation have in memory; `mine` is this rank's.
+    None where the first generation had not begun. Every rank must call this.
+
+    A rank that was lost in the middle of a step's exchange may leave one rank a step ahead of another: the first rank
+    that is ahead sends its state to all, as it does where a rank has come that has none.
+    """
+    known: list[Any] = [None] * group.worker.world_size
+    dist.all_gather_object(known, mine.step if mine else -1)
+    step = max(known)
+    if step < 0:
+        return None
+    ahead = known.index(step)
+    if mine and mine.step == step:
+        model.load_state_dict(mine.model.state_dict())
+        for name, stateful in states.items():
+            fill(stateful, on_cpu(mine.states[name].state_dict()))
+    if min(known) < step:
+        _send(model, states, ahead, group)
+    rest: list[Any] = [mine.last_steps() if mine and group.worker.rank == ahead else None]
+    dist.broadcast_object_list(rest, src=ahead)
+    saved_at = mine.saved_at if mine else time.perf_counter()
+    return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at)
+
+
+def _send(model: torch.nn.Module, states: dict[str, Stateful], source: int, group: Group) -> None:
+    """Send one rank's weights and states to all. Every rank must call this."""
+    is_source = group.worker.rank == source
+    state = {"model": model.state_dict(), "states": {name: one.state_dict() for name, one in states.items()}}
+    received = broadcast_tree(state if is_source else {}, group.device, source)
+    if not is_source:
+        model.load_state_dict(received["model"])
+        for name, saved in received["states"].items():
+            fill(states[name], saved)

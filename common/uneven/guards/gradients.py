@@ -1,0 +1,186 @@
+"""Gradients that a step would leave out, or use before they are summed; and buffers that training changes."""
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from common.uneven.guards.same import require_same_network
+from common.uneven.guards.words import is_named, shown
+from common.uneven.options.global_batch import GlobalBatchNorm, needs_whole_parts
+
+IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
+HOOKED_STEPS = 3
+
+
+class Guard:
+    """Checks each micro-batch of a wrapped model, and each step after its last backward."""
+
+    def __init__(self, net: torch.nn.Module, layout_dependent: Collection[str] = (), whole_parts: bool = False):
+        self.net = net
+        # Listed once: to walk through BERT-base takes Python 0.2 ms, and each step needs them several times.
+        self.parameters, self.layers = list(net.named_parameters()), list(net.named_modules())
+        self.needs_whole_parts = whole_parts or needs_whole_parts(net)
+        self.may_change = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, layer in self.layers
+            for buffer, _ in layer.named_buffers(recurse=False)
+            if isinstance(layer, GlobalBatchNorm) or is_named(f"{name}.{buffer}".lstrip("."), layout_dependent)
+        }
+        self.noted: dict[str, tuple[int, int]] = {}  # gradients after the last micro-batch, within a step
+        # As backward has left them. The first steps suffice: who changes gradients there does so in every step.
+        self.left: dict[str, tuple[int, int]] = {}
+        self.hooked_steps = HOOKED_STEPS
+
+    def watch(self, device: torch.device, ranks: Any, models: WeakSet[Any]) -> None:
+        """Begin, once DDP has sent rank 0's buffers. `models` are the wrapped ones of this loop, each with its guard;
+        `ranks` is the process group that this one's gradients are summed over."""
+        self.device, self.ranks, self.models = device, ranks, models
+        self.number = len(models) + 1  # in the order of `wrap`
+        self.versions = dict(self._buffer_versions())
+        self.hooks = [
+            one.register_post_accumulate_grad_hook(partial(self._note_left, name))
+            for name, one in self.parameters
+            if one.requires_grad
+        ]
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Use around forward and backward of a micro-batch."""
+        self.require_whole_part(is_last)
+        self.require_noted_gradients()
+        if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
+            require_same_network(self.number, self.device, self.ranks)  # a rank that skips one adds to another's sums
+        others = [model.guard for model in self.models if model.guard is not self]
+        before = [guard.gradients() for guard in others]
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
+            raise UserError(
+                f"a micro-batch does not fit into the memory of {self.device} ({wanted}): give a smaller "
+                "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
+            ) from error
+        for guard, gradients in zip(others, before, strict=True):
+            guard.require_untouched(gradients)
+        self.note_gradients(is_last)
+
+    def require_complete(self, all_reduced: bool) -> None:
+        """Raise UserError after a step's last backward unless every parameter has its gradient, and no buffer has
+        changed."""
+        self.require_all_reached(all_reduced)
+        self.require_same_buffers()
+
+    def _buffer_versions(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for layer_name, layer in self.layers:
+            for own_name, buffer in layer._buffers.items():  # named_buffers() takes five times as long
+                name = f"{layer_name}.{own_name}".lstrip(".")
+                if buffer is not None and name not in self.may_change:
+                    yield name, (id(buffer), buffer._version)
+
+    def require_whole_part(self, is_last: bool) -> None:
+        """Raise UserError if a part is cut into micro-batches, and a layer needs the statistics of the whole."""
+        if self.needs_whole_parts and not is_last:
+            raise UserError(
+                "statistics or a loss over the global batch need this rank's whole part in one forward: leave out "
+                "--micro-batch, or, if it is BatchNorm's statistics, use GroupNorm"
+            )
+
+    def require_all_reached(self, all_reduced: bool, same_on_every_rank: bool = False) -> None:
+        """Raise UserError if backward has not reached a trainable parameter.
+
+        `all_reduced` says whether DDP has exchanged all gradients, which it does only when all of them are there.
+        """
+        missing = [name for name, one in self.parameters if one.requires_grad and one.grad is None]
+        if missing or not all_reduced:
+            where = "; so must the function that wrap() was given" if same_on_every_rank else ""
+            raise UserError(
+                f"backward did not reach {shown(missing) or 'some parameters in the last micro-batch'}, and the other "
+                "ranks would wait for the gradients: let every forward use all parameters on every rank, add "
+                "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False); "
+                f"networks that have losses of their own each need a wrap(){where}",
+                same_on_every_rank=same_on_every_rank,
+            )
+
+    def gradients(self) -> dict[str, tuple[int, int]]:
+        """By name of a parameter, which tensor its gradient is, and how often that has been written."""
+        return {name: (id(one.grad), one.grad._version) for name, one in self.parameters if one.grad is not None}
+
+    def _note_left(self, name: str, one: torch.Tensor) -> None:
+        if one.grad is not None:
+            self.left[name] = id(one.grad), one.grad._version
+
+    def note_gradients(self, is_last: bool) -> None:
+        """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that. Raises
+        UserError if they are not those that backward has left."""
+        self.noted = {} if is_last else self.gradients()
+        if self.hooks and not is_last and any(self.noted.get(name) != left for name, left in self.left.items()):
+            raise _changed_gradients()
+        self.hooked_steps -= is_last
+        if self.hooked_steps <= 0:
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = []
+
+    def require_noted_gradients(self) -> None:
+        """Raise UserError if a gradient has changed since the last micro-batch of this step. Call it before each."""
+        self.left.clear()
+        if self.noted and self.noted != self.gradients():
+            raise _changed_gradients()
+
+    def require_untouched(self, before: dict[str, tuple[int, int]]) -> None:
+        """Raise UserError if the gradients are not those that `gradients` found: another network's loss went through
+        this one, and no rank exchanges what that left here."""
+        after = self.gradients()
+        if changed := [name for name in after if before.get(name) != after[name]]:
+            raise UserError(
+                f"the backward of one wrapped network has left gradients in {shown(changed)} of another one (a "
+                f"{type(self.net).__name__}), which "
+                "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile, or, if one loss "
+                "trains both, make them one module and wrap that"
+            )
+
+    def require_same_buffers(self) -> None:
+        """Raise UserError if training has changed a buffer since `wrap`."""
+        changed = [name for name, version in self._buffer_versions() if self.versions.get(name) != version]
+        if changed:
+            raise UserError(
+                f"training changes the buffer {shown(changed)}, on each rank by its own samples, so the result would "
+                "depend on the layout, and a checkpoint would have rank 0's: compute it from the global batch (see "
+                "common.uneven.options.global_batch), or name it in wrap(..., layout_dependent=[...]) if that does not "
+                "matter"
+            )
+
+
+def _changed_gradients() -> UserError:
+    return UserError(
+        "a gradient has changed between two micro-batches of a step, before it was summed over the ranks: clip or "
+        "scale gradients, step and zero_grad after the last one, in which each network must run"
+    )
+
+
+class UnsummedGradients:
+    """Called before each step of any optimizer: says in the first one if its gradients are those of one rank."""
+
+    def __init__(self) -> None:
+        self.seen: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self.seen:
+            return
+        self.seen.add(optimizer)
+        trained = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        if unsummed := [str(tuple(one.shape)) for one in trained if not hasattr(one, IS_REDUCED)]:
+            warnings.warn(
+                f"an optimizer trains parameters of shape {shown(unsummed)} that no wrap() has: their gradients are "
+                "not summed over the ranks, so each rank trains a copy of its own; or, with plain DDP, they are "
+                "averages over ranks, though these have different numbers of samples. Give their network a wrap() and "
+                "a no_sync, unless that is what you want",
+                stacklevel=3,
+            )

@@ -1,0 +1,45 @@
+"""Layers whose result depends on a rank's own samples, and evaluations in training mode."""
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from common.errors import UserError
+from common.uneven.guards.words import is_named, shown
+from common.uneven.options.global_batch import GlobalBatchNorm
+
+
+def refuse_batch_norm(net: torch.nn.Module, layout_dependent: Collection[str] = ()) -> None:
+    """Raise UserError for layers whose statistics would be those of one rank's samples, except those named."""
+    found = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in net.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, GlobalBatchNorm)
+        if (layer.training or not layer.track_running_stats) and not is_named(name, layout_dependent)
+    ]
+    if found:
+        raise UserError(
+            f"{shown(found)} would compute statistics of this rank's samples, or with SyncBatchNorm of those of one "
+            "micro-batch, so the result would depend on the layout: use GroupNorm, or global_batch_norm(model) of "
+            "common.uneven.options.global_batch before the optimizer is made; or freeze the layers with .eval(), or "
+            "name them in wrap(..., layout_dependent=[...])",
+            same_on_every_rank=True,
+        )
+
+
+def say_noise(net: torch.nn.Module, *_: Any) -> None:
+    """A hook before forward: says if an evaluation runs in training mode, with dropout or BatchNorm."""
+    if torch.is_grad_enabled() or not net.training:
+        return
+    for name, layer in net.named_modules():
+        if layer.training and (isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)):
+            warnings.warn(
+                f"a forward without gradients while {name} ({type(layer).__name__}) is in training mode: if this is an "
+                "evaluation, call net.eval() before it and net.train() after it",
+                stacklevel=2,
+            )
+            return

@@ -1,0 +1,82 @@
+"""What must be the same on every rank: model, data, and after each step the weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UserError
+from common.uneven.guards.fingerprint import fingerprint
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
+def require_same(values: Mapping[str, object]) -> None:
+    """Raise the same UserError on every rank unless `values` are the same on all. Every rank must call this."""
+    mine = {name: str(value) for name, value in values.items()}
+    if len(set(_gathered(fingerprint(mine)))) == 1:
+        return
+    first, *others = _gathered(mine)  # only now, because they are large
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            here, there = first.get(name, "missing"), other.get(name, "missing")
+            if here != there:
+                raise UserError(
+                    f"{name} is {there} on rank {rank}, but {here} on rank 0: every rank must build the same model "
+                    "and read the same data",
+                    same_on_every_rank=True,
+                )
+
+
+def _gathered(value: Any) -> list[Any]:
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def description(net: torch.nn.Module) -> dict[str, str]:
+    """What must be the same on every rank for their gradients to match: modules, parameters and buffers, by name."""
+    modules = {f"module {name or 'model'}": _class_and_settings(module) for name, module in net.named_modules()}
+    parameters = {
+        f"parameter {name}": f"{tuple(one.shape)} {one.dtype}" + ("" if one.requires_grad else ", frozen")
+        for name, one in net.named_parameters()
+    }
+    buffers = {f"buffer {name}": f"{tuple(one.shape)} {one.dtype}" for name, one in net.named_buffers()}
+    return parameters | buffers | modules
+
+
+def _class_and_settings(module: torch.nn.Module) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
+
+
+def ranks_that_differ(net: torch.nn.Module) -> list[int]:
+    """The ranks whose weights are not bit by bit those of most ranks; of two ranks, the later one. Every rank must call
+    this."""
+    total = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
+    for one in net.parameters():
+        numbers = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+        bits = numbers.view(BITS[numbers.element_size()])
+        total = total * 31 + bits.sum(dtype=torch.int64)  # wraps around
+    everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, total)
+    sums = torch.stack(everyone).tolist()
+    usual = max(sums, key=lambda one: (sums.count(one), -sums.index(one)))
+    return [rank for rank, one in enumerate(sums) if one != usual]
+
+
+def require_same_network(number: int, device: torch.device, ranks: Any = None) -> None:
+    """Raise UserError on every rank of the process group `ranks` unless all exchange the gradients of the network with
+    this number next."""
+    mine = torch.tensor([number], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather(everyone, mine, ranks)
+    first, *others = torch.cat(everyone).tolist()
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise UserError(
+                f"rank {rank} is about to exchange the gradients of network {other}, but rank 0 those of network "
+                f"{first}, in the order of their wrap(): each must run in the same steps on all ranks. Where a "
+                "rank's samples have nothing for a network, run it on an empty batch",
+                same_on_every_rank=True,
+            )

@@ -1,0 +1,49 @@
+"""Models that cannot take an empty batch themselves: compiled ones, and those that fail on one."""
+
+from typing import Any
+
+import torch
+
+from common.uneven.batches import change, take_rows
+
+
+class EmptyPartsApart(torch.nn.Module):
+    """A model, or torch.compile's version of it, and another way for an empty batch.
+
+    Compiled code is specialised on sizes, and for a size of 0 some of it is wrong (convolutions in torch 2.15): such a
+    batch goes through the model itself. With `pad_empty_batch`, one row of zeros goes through it and none comes out, so
+    that all gradients are exactly zero.
+    """
+
+    def __init__(self, model: torch.nn.Module, compiled: bool | str, pad_empty_batch: bool):
+        super().__init__()
+        self.model, self.pad_empty_batch = model, pad_empty_batch
+        dynamic = True if compiled == "dynamic" else None
+        self.compiled = torch.compile(model.forward, dynamic=dynamic) if compiled else None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if not _has_no_rows(inputs, named):
+            return (self.compiled or self.model)(*inputs, **named)
+        if not self.pad_empty_batch:
+            return self.model(*inputs, **named)
+        inputs, named = change((inputs, named), _one_row)
+        return take_rows(self.model(*inputs, **named), slice(0, 0))
+
+
+def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    sizes: list[int] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            sizes.append(len(leaf))
+        return leaf
+
+    change((inputs, named), note)
+    return bool(sizes) and not any(sizes)
+
+
+def _one_row(leaf: Any) -> Any:
+    """Zeros, and True for masks: attention over nothing is not a number."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+        return leaf
+    return leaf.new_full((1, *(max(1, size) for size in leaf.shape[1:])), leaf.dtype == torch.bool)
