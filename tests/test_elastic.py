@@ -439,7 +439,7 @@ def test_spans_of_members_follow_the_rows():
     assert spans_of_members(found) == {0: [(0, 20)], 1: [(0, 7), (11, 20)], 2: [(0, 20)]}
 
 
-def test_a_signal_before_a_change_of_the_members_is_heeded_after_it(tmp_path):
+def test_a_signal_before_a_change_of_the_members_takes_effect_after_it(tmp_path):
     once = "run.step == 30 and not worker.membership"  # one rank is signalled in the step in which another dies
     signalled = "__import__('os').kill(__import__('os').getpid(), 10 if worker.rank == 1 else 9)"
     dying = altered(tmp_path / "dying_ddp", does("backward", f"{once} and worker.rank", signalled))

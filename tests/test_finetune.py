@@ -120,7 +120,7 @@ def resumed(ner, reference, tmp_path, *flags):
     return node
 
 
-def test_a_resumed_run_must_have_the_same_recipe(ner, reference, tmp_path):
+def test_a_resumed_run_must_have_the_same_flags(ner, reference, tmp_path):
     node = resumed(ner, reference, tmp_path, "--warmup-steps", "90%")
     assert node.code == 2
     assert "written with --warmup-steps 0.1, but this run has 0.9" in node.output

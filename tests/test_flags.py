@@ -35,7 +35,7 @@ def test_a_new_flag_is_compared_on_every_node_and_in_a_resumed_run():
     parser = cli.parser("")
     parser.add_argument("--momentum", type=float, default=0.9)
     args = parser.parse_args(["--momentum", "0.5"])
-    assert cli.recipe(args) == {"momentum": 0.5}
+    assert cli.config(args) == {"momentum": 0.5}
     assert cli.join_options(args).agreed_flags["--momentum"] == "0.5"
 
 
@@ -46,14 +46,14 @@ def test_a_flag_that_may_change_is_still_compared_between_nodes_and_one_that_may
     cli.may_change(parser, "patience")
     cli.may_differ(parser, "folder")
     args = parser.parse_args([])
-    assert cli.recipe(args) == {}
+    assert cli.config(args) == {}
     agreed = cli.join_options(args).agreed_flags
     assert "--patience" in agreed and "--folder" not in agreed
 
 
 @pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.name)
 def test_a_checkpoint_compares_what_changes_the_optimisation(script):
-    assert set(cli.recipe(parser_of(script).parse_args(REQUIRED.get(script, [])))) == RECIPES[script]
+    assert set(cli.config(parser_of(script).parse_args(REQUIRED.get(script, [])))) == RECIPES[script]
 
 
 @pytest.mark.parametrize("script, names", [(BERT, "matrices"), (FINETUNE, "matrices"), (MNIST, "all weights")])

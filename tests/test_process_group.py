@@ -32,7 +32,7 @@ SLOW = """
 """.replace("LONGER", str(SILENCE + 2))
 
 FAILING = """
-        with group.each_at_its_own_pace("the others") as raise_failure:
+        with group.run_independently("the others") as raise_failure:
             if worker.rank == 1:
                 raise UserError("rank 1 is at its wits' end")
             while worker.rank == 2:
@@ -72,7 +72,7 @@ def playing_body(body, folder):
     return playing(write_trainer(folder, body, IMPORTS), nodes, folder)
 
 
-TURNS = ("others_wait", "first_on_node", "each_at_its_own_pace")
+TURNS = ("others_wait", "first_on_node", "run_independently")
 
 
 @pytest.fixture(scope="module")

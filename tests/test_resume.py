@@ -184,7 +184,7 @@ def test_resuming_from_latest_by_its_path_keeps_latest_a_link_to_a_step(uninterr
     assert latest.resolve().name == f"step-{STEPS:08d}"
 
 
-def test_an_evaluation_needs_no_recipe(uninterrupted, tmp_path):
+def test_an_evaluation_needs_no_flags(uninterrupted, tmp_path):
     (node,) = play(MNIST, (1,), tmp_path, "--dataset", "digits", "--resume", uninterrupted, "--eval-only")
     assert "accuracy" in node.output
 

@@ -1,4 +1,4 @@
-"""A stranger's model and data: exact on uneven ranks, or refused by name.
+"""A stranger's model and data: exact on uneven ranks, or an error that names what is not.
 
 Each test replaces some lines of one small trainer, which uses nothing but common.uneven, and runs it on one rank and on
 2+1. The text of the trainer is below.
@@ -436,7 +436,7 @@ def test_a_second_network_without_a_wrap_is_said(two_networks):
     )
 
 
-# --- refused by name ---------------------------------------------------------------------------------------------
+# --- errors that name ---------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_with_dropout_in_training_mode_is_said(outputs):

@@ -1,4 +1,4 @@
-"""A loader's processes: as quick as they can be, one thread each, and gone when their rank is gone, however it ends."""
+"""A loader's processes: as quick as they can be, one thread each, and at an end with their rank, however that ends."""
 
 import contextlib
 import json

@@ -67,7 +67,7 @@ class Rows(BatchedDataset):
 
     def batch(self, indices: np.ndarray) -> Batch:
         """These rows as tensors, padded to their longest. No rows give a stand-in row whose label does not count."""
-        if len(indices) == 0:  # transformers' attention cannot reshape a batch of no rows
+        if len(indices) == 0:  # transformers' attention cannot reshape an empty batch
             shape = (1, len(self.empty)) if self.per_token else (1,)
             tokens, ignored = torch.tensor([self.empty]), torch.full(shape, IGNORE)
             return Batch(tokens, None, None, ignored, torch.tensor([-1]))

@@ -62,7 +62,7 @@ class Parts:
             say(f"{len(done):,} of {self.chunks:,} chunks were done before, and are kept", rank=0)
         is_time_to_speak = Every(SAY_EVERY_SECONDS)
         # a rank that finds no chunk left waits while others compute their last, and a chunk may be large
-        with self.group.each_at_its_own_pace("the chunks that other ranks still compute") as raise_failure:
+        with self.group.run_independently("the chunks that other ranks still compute") as raise_failure:
             while (turn := self.group.store.add("predict/next", 1) - 1) < len(missing):
                 raise_failure()
                 number = missing[turn]

@@ -86,7 +86,7 @@ class Group:
                 turn.wait_for_all(f"{what} on the other nodes")
 
     @contextlib.contextmanager
-    def each_at_its_own_pace(self, what: str) -> Iterator[Callable[[], None]]:
+    def run_independently(self, what: str) -> Iterator[Callable[[], None]]:
         """Every rank runs the body, and all leave together: for work that takes one rank far longer than another.
         Every rank must call this.
 
@@ -109,7 +109,7 @@ class Group:
             nodes.setdefault(node_of(view), []).append(view["rank"])
         return list(nodes.values())
 
-    def numbers(self, name: str) -> Callable[[], Iterator[int]]:
+    def shared_counter(self, name: str) -> Callable[[], Iterator[int]]:
         """A function whose result counts 0, 1, 2, ... for all ranks together: each number goes to one rank only.
 
         Each call counts anew. Every rank must call the function as often as the others.

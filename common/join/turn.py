@@ -39,9 +39,9 @@ class Turn:
         views: list[dict],
         timeout_seconds: float,  # after which a rank without a heartbeat counts as dead
         work_timeout_seconds: float,  # for the work itself
-        goes_on: bool = False,  # without a rank that is lost (--elastic)
+        others_go_on: bool = False,  # without a rank that is lost (--elastic)
     ):
-        self.worker, self.views, self.goes_on = worker, views, goes_on
+        self.worker, self.views, self.others_go_on = worker, views, others_go_on
         self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.failure: dict | None = None  # this rank's, or another's that it has read
@@ -56,7 +56,7 @@ class Turn:
         """
         stop = threading.Event()
         most = self.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
-        instead = (lambda: cut_off(self.store)) if self.goes_on else None
+        instead = (lambda: cut_off(self.store)) if self.others_go_on else None
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
@@ -141,7 +141,7 @@ class Turn:
             error = kind(failure["message"], same_on_every_rank=True)
             before_exit(error, self._linger)
             raise error
-        if self.goes_on and self.store_of_all.check([MEET]):
+        if self.others_go_on and self.store_of_all.check([MEET]):
             raise RankLost("another rank has lost contact with a member")
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:

@@ -357,7 +357,7 @@ def eval_batch(args: argparse.Namespace, fitting: Sequence[int | None]) -> int:
     )
 
 
-def recipe(args: argparse.Namespace) -> dict[str, Any]:
+def config(args: argparse.Namespace) -> dict[str, Any]:
     """The flags that must not change when a run is resumed: all but those in `may_change`."""
     return {name: plain(value) for name, value in vars(args).items() if name not in args.may_change | NOT_FLAGS}
 

@@ -31,7 +31,7 @@ class Interruption:
             signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """From now on, heed no signal."""
+        """From now on, ignore signals."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,6 +1,6 @@
 """Workers that were stopped (SIGSTOP, Ctrl-Z, a read from the terminal in the background) and are not continued.
 
-The other ranks wait for them in a collective and end at --timeout. A stopped process itself heeds no signal except
+The other ranks wait for them in a collective and end at --timeout. A stopped process itself ignores every signal except
 SIGKILL, so a node whose workers are all stopped would never end.
 """
 

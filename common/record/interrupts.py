@@ -39,7 +39,7 @@ class Interrupts:
 
     def note_agreement(self) -> None:
         """All ranks know of the signal, and are about to save: SIGTERM, which a launcher sends to the ranks that are
-        left when the first one has ended, is heeded no more."""
+        left when the first one has ended, is ignored."""
         self.all_know = True
 
     def close(self) -> None:

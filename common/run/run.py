@@ -146,7 +146,7 @@ class Run:
     @functools.cached_property
     def dynamic_batches(self) -> Callable[[], Iterator[int]] | None:
         """With --balance auto, numbers of batches that are each given to one rank, so that fast ranks evaluate more."""
-        return self.group.numbers("evaluation") if self.args.balance == "auto" else None
+        return self.group.shared_counter("evaluation") if self.args.balance == "auto" else None
 
     @property
     def eval_batch(self) -> int:
@@ -172,8 +172,8 @@ class Run:
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.net = net
         self.nodes = LocalSGD(net, sampler, timer, self.group.ranks_of_nodes, *outer)
-        self.states = {**states, "scaler": self.precision.scaler, **self.nodes.parts}
-        self.config = cli.recipe(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
+        self.states = {**states, "scaler": self.precision.scaler, **self.nodes.states}
+        self.config = cli.config(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
         self.folder = open_folder(self.group, self.members, self.options)
         where = self.group, self.members, self.options, self.folder
         self.step = resume(*where, net, self.states, self.data_fingerprint, self.config)
@@ -236,7 +236,7 @@ class Run:
 
         plan = self.batches.plan
         most = plan.global_batch if self.args.balance == "auto" else plan.shares[self.worker.rank]
-        pace = self.group.each_at_its_own_pace("the largest micro-batch of each rank")
+        pace = self.group.run_independently("the largest micro-batch of each rank")
         return fitting_micro_batches(net, trial, most, pace)
 
     # --- the step ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterat
     `expected` is the rank's part by the plan, `plan.part(step, rank)`. A batch with another number of rows would give
     a wrong loss in silence, so it raises UserError.
 
-    An empty part gives one micro-batch of no rows. Its forward, backward and all-reduce run as always and add exactly
+    An empty part gives one empty micro-batch. Its forward, backward and all-reduce run as always and add exactly
     zero, so that every rank enters each collective once.
     """
     rows = rows_in(part)

@@ -23,7 +23,7 @@ class EvaluationSampler(Sampler[list[int]]):
         rank: int,
         world_size: int,
         batch: int,
-        numbers: Callable[[], Iterator[int]] | None = None,  # 0, 1, 2, ..., each given to one rank (Group.numbers)
+        numbers: Callable[[], Iterator[int]] | None = None,  # 0, 1, 2, ..., each for one rank (Group.shared_counter)
     ):
         self.shard = range(samples * rank // world_size, samples * (rank + 1) // world_size)
         self.samples, self.world_size, self.numbers = samples, world_size, numbers

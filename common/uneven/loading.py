@@ -1,6 +1,6 @@
 """A DataLoader of any map-style data set whose items are this rank's parts, on any layout.
 
-What a stock DataLoader lacks here: a batch of no rows for an empty part, and random numbers (augmentation, random
+What a stock DataLoader lacks here: an empty batch for an empty part, and random numbers (augmentation, random
 crops, noise) that depend on (seed, epoch, sample) and not on the rank, its share, or the number of worker processes.
 """
 
@@ -33,7 +33,7 @@ class BatchedDataset(Dataset):
     """A data set that makes a whole batch at once, which is faster than sample by sample. Override `get_batch`."""
 
     def get_batch(self, indices: list[int]) -> Any:
-        """The batch of these samples; a batch of no rows where there are none.
+        """The batch of these samples; an empty batch where there are none.
 
         Random numbers must depend on `indices.epoch` (see `sampling.Indices`) and the sample, not on its neighbours.
         """

@@ -71,7 +71,7 @@ class LocalSGD:
         self.samples = self.node_samples = 0  # since the last outer step, of all nodes and of this one
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def states(self) -> dict[str, Any]:
         """What a checkpoint must have of this, by name."""
         return {"nodes": self} if self.is_on else {}
 

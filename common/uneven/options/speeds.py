@@ -6,11 +6,11 @@ from statistics import median
 
 from common.uneven.plan import split
 
-WORTHWHILE = 0.98  # a change must bring the time of a step below this part of what it is
-CLEAR = 0.9  # and unless it brings it below this, all of the last windows must say so
-WINDOWS = 6  # that are remembered
-JUMP = 0.25  # a speed that has changed by more is believed at once, once it is seen in two windows
-IDLE_WINDOWS = 10  # after so many a rank without samples gets one, to see whether it is faster now
+MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
+CLEAR_GAIN = 0.9  # of it, below which one window is enough
+WINDOWS = 6  # windows kept
+SPEED_CHANGE = 0.25  # of a speed, above which two windows that agree replace the mean
+IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
 class Speeds:
@@ -63,9 +63,9 @@ class Speeds:
         def time_left(cost: Sequence[float], update: Sequence[float]) -> float:
             return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
 
-        if time_left(self.cost, self.update) < CLEAR:
+        if time_left(self.cost, self.update) < CLEAR_GAIN:
             return True
-        return len(self.windows) == WINDOWS and all(time_left(*window) < WORTHWHILE for window in self.windows)
+        return len(self.windows) == WINDOWS and all(time_left(*window) < MIN_GAIN for window in self.windows)
 
 
 def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
@@ -91,4 +91,4 @@ def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list
 def _damped(old: list[float], new: list[float]) -> list[float]:
     if not old:
         return new
-    return [b if abs(b - a) > JUMP * a else (a + b) / 2 for a, b in zip(old, new, strict=True)]
+    return [b if abs(b - a) > SPEED_CHANGE * a else (a + b) / 2 for a, b in zip(old, new, strict=True)]
