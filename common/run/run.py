@@ -47,6 +47,7 @@ from common.run.log import StepLog
 from common.run.precision import Precision
 from common.state import Stateful
 from common.uneven import ddp
+from common.uneven.evaluation import EvaluationSampler
 from common.uneven.global_batches import GlobalBatchLoader, StepBatch
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
@@ -141,7 +142,9 @@ class Run:
     def evaluation_loader(self, dataset: Dataset, **options: Any) -> EvaluationLoader:
         """Batches of a held-out set, on the device, each sample on exactly one rank. Ranks may get different numbers of
         batches, so a loop over it must contain no collective. `options` are further ones of DataLoader."""
-        return EvaluationLoader(dataset, self, **options)
+        place = self.worker.rank, self.worker.world_size
+        sampler = EvaluationSampler(len(dataset), *place, 1, self.dynamic_batches)  # type: ignore[arg-type]
+        return EvaluationLoader(dataset, sampler, lambda: self.eval_batch, self.device, self.precision.dtype, **options)
 
     @functools.cached_property
     def dynamic_batches(self) -> Callable[[], Iterator[int]] | None:
