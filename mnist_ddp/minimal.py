@@ -34,7 +34,7 @@ train_set = datasets.MNIST(DATA, transform=augment)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-saved = [torch.load(CHECKPOINT) if is_main and CHECKPOINT.exists() else {"step": 0}]
+saved: list = [torch.load(CHECKPOINT) if is_main and CHECKPOINT.exists() else {"step": 0}]
 dist.broadcast_object_list(saved)  # the nodes need no shared disk
 if step := saved[0]["step"]:
     net.load_state_dict(saved[0]["net"])

@@ -9,7 +9,7 @@ import torch
 
 from common.elastic.members import enter, meet_again, open_members, surviving
 from common.elastic.membership import CONNECT_ATTEMPTS, Membership
-from common.elastic.run import ElasticMembers, Members
+from common.elastic.run import ElasticMembers
 from common.errors import RankLost
 from common.join.connections import Connections
 from common.join.handshake import RunUnderWay
@@ -23,7 +23,6 @@ from common.join.process_group import (
     finishing,
     group_of,
     join,
-    process_group,
     remove_meeting_file,
     set_timeout,
     working,
@@ -36,15 +35,11 @@ REJOIN_SECONDS = 20.0  # for the members of the next generation, which are all t
 
 
 @contextmanager
-def group_and_members(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group, Members]]:
-    """The process group of a run, as `process_group`; with --elastic, that of its members in this generation.
+def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group, ElasticMembers]]:
+    """The process group of the members in this generation, as `process_group`.
 
     Raises MembersChanged where these change: the caller then begins again, in the place that this names.
     """
-    if not options.elastic:
-        with process_group(worker, options) as group:
-            yield group, Members()
-        return
     device, backend, problem = choose(worker, options)
     if backend == "nccl":
         problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"

@@ -1,7 +1,4 @@
-"""What a training run asks of its members: whether they may change, and what it keeps in case they do.
-
-`Members` is the answer where they never change, and does nothing; `ElasticMembers` that of --elastic.
-"""
+"""What a run keeps in case its members change (--elastic): all that the rooms above see of this one."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,54 +10,9 @@ import torch.distributed as dist
 from common.elastic.copies import ranks_with_copies, send_files
 from common.elastic.membership import LetIn, Membership
 from common.elastic.state import InMemoryState, restore_from_members
+from common.join.members import Members
 from common.join.process_group import Group
 from common.state import Stateful
-
-
-class Members:
-    """The ranks of a run, which stay until it ends. Methods without a note are local."""
-
-    may_change = False
-    generation = 0  # changes of the members so far
-    cause = ""  # of the last change
-    must_end = ""  # why the run must save and end: too few members are left
-    newcomers_wait = False  # and may be let in between two steps, as this rank knows
-    keeps_copy = False  # of the run's files, on a disk of this rank's node
-    saved_at: float | None = None  # when the last checkpoint was written, before the members changed
-    unwritten: Sequence[Any] = ()  # steps of the generation before, which rank 0 may not have written
-    interrupts: Any = None  # what handles signals, over all generations
-
-    def folder(self) -> Path | None:
-        """That of a run that goes on; None for one that begins. Every rank must call this."""
-        return None
-
-    def open_folder(self, folder: Path, resume: str | None, newest_step: Callable[[Path], int] | None) -> Path:
-        """The folder that rank 0 has chosen, on every rank that needs it. `newest_step(folder)` is that of a folder's
-        newest checkpoint, or 0; without it, nothing is to be written. Every rank must call this."""
-        return folder
-
-    def restore(self, folder: Path, model: torch.nn.Module, states: dict[str, Stateful]) -> int | None:
-        """Fill `model` and `states` from the memory of the members. Returns the optimizer steps done, or None where
-        this generation is the first. Every rank must call this."""
-        return None
-
-    def keep(self, folder: Path, step: int, model: torch.nn.Module, states: dict[str, Stateful]) -> None:
-        """Keep this state in memory from now on."""
-
-    def send_files(self, folder: Path) -> None:
-        """Give the files of rank 0 so far to the ranks that keep copies. Every rank must call this."""
-
-    def note_step(self, step: int, noted: list[Any]) -> None:
-        """Optimizer step `step` is done; `noted` are the steps since the last exchange."""
-
-    def note_exchange(self, exchanged: list[Any]) -> None:
-        """All ranks know of these steps, and rank 0 is about to write them."""
-
-    def note_saved(self, saved_at: float) -> None:
-        """A checkpoint has been written."""
-
-    def let_in(self) -> None:
-        """Between two steps: end this generation, and let processes in that wait. Every rank must call this."""
 
 
 class ElasticMembers(Members):

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from common.elastic.run import Members
 from common.errors import UserError
+from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import newest_step

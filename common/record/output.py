@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from common.console import say
-from common.elastic.run import Members
 from common.errors import RunError
+from common.join.members import Members
 from common.join.process_group import Group
 from common.join.view import places
 from common.launch.options import RunOptions

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
-from common.elastic.run import Members
 from common.errors import UserError
+from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, find, latest_name, point_latest

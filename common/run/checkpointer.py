@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.elastic.run import Members
+from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import checkpoint

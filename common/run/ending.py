@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from common.elastic.run import Members
 from common.errors import Interrupted
+from common.join.members import Members
 from common.join.process_group import Group
 from common.record.interrupts import Interrupts
 from common.record.steps import ExchangedSteps

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from common.console import say
-from common.elastic.run import Members
 from common.errors import RunError
+from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record import wording

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from common.elastic.group import group_and_members
-from common.elastic.run import Members
+from common.elastic.group import elastic_group
 from common.errors import UserError
-from common.join.process_group import Group
+from common.join.members import Members
+from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.options import RunOptions
@@ -97,7 +97,12 @@ class Run:
 
     @contextlib.contextmanager
     def _enter(self) -> Iterator["Run"]:
-        with group_and_members(self.worker, cli.join_options(self.args)) as (self.group, self.members):
+        options = cli.join_options(self.args)
+        with contextlib.ExitStack() as stack:
+            if options.elastic:
+                self.group, self.members = stack.enter_context(elastic_group(self.worker, options))
+            else:
+                self.group, self.members = stack.enter_context(process_group(self.worker, options)), Members()
             self.device = self.group.device
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
