@@ -135,7 +135,23 @@ def test_a_rank_that_dies_at_another_moment_changes_nothing(rank, moment, undist
     assert any(f"lost rank {rank}, node {0 if rank < 2 else 1}" in cause for cause in found), found
 
 
-CONNECTS = """import common.join.process_group as joining
+COUNTS = {
+    "ConvNet(train_set.side)": "global_batch_norm(nn.Sequential(ConvNet(train_set.side), nn.BatchNorm1d(10)))",
+    IMPORTS: f"{IMPORTS}from torch import nn\nfrom common.uneven.options.global_batch import global_batch_norm\n",
+}
+
+
+def test_what_forward_has_changed_in_a_step_that_is_done_again_counts_once(tmp_path):
+    dying = dies(2)
+    assert dying.pop(IMPORTS) == IMPORTS
+    play(altered(tmp_path / "dying_ddp", {**dying, **COUNTS}), (2, 1), tmp_path / "run", *FLAGS, *ELASTIC)
+    play(altered(tmp_path / "counting_ddp", COUNTS), (1,), tmp_path / "wanted", *FLAGS)
+    require_same(tmp_path / "run", tmp_path / "wanted")
+    counted = [tensor.item() for name, tensor in weights(tmp_path / "run").items() if "num_batches" in name]
+    assert counted == [LAST]
+
+
+CONNECTS = """import common.elastic.group as joining
 connect = joining.connect
 
 
@@ -157,7 +173,7 @@ def test_a_rank_that_dies_while_the_others_connect_anew_changes_nothing(undistur
     assert any("lost rank 1, node 0" in cause for cause in causes(tmp_path / "run")), causes(tmp_path / "run")
 
 
-JOINS = """import common.join.process_group as joining
+JOINS = """import common.elastic.group as joining
 join = joining.join
 joining.REJOIN_SECONDS = 600.0
 

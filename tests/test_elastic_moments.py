@@ -119,7 +119,7 @@ def test_a_rank_that_fails_with_an_explained_error_leaves_its_neighbour_at_work(
     require_same(tmp_path / "run", undisturbed)
 
 
-LEAVES = """import common.join.process_group as joining
+LEAVES = """import common.elastic.group as joining
 disconnect = joining.disconnect
 
 

@@ -84,7 +84,7 @@ class ElasticMembers(Members):
 
     def note_step(self, step: int, noted: list[Any]) -> None:
         assert self.state
-        self.state.step, self.state.noted = step, noted
+        self.state.note_step(step, noted)
 
     def note_exchange(self, exchanged: list[Any]) -> None:
         assert self.state

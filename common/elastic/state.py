@@ -25,6 +25,24 @@ class InMemoryState:
     unwritten: list[Any] = field(default_factory=list)  # GlobalSteps of the last generation, for rank 0 to write
     saved_at: float = field(default_factory=time.perf_counter)  # when the last checkpoint was written
 
+    def __post_init__(self) -> None:
+        # Buffers that forward changes, such as BatchNorm's, as they were after the last step that is done: of one that
+        # could not be finished, they have had a part.
+        layers = self.model.named_modules()
+        self.owners = [(f"{name}.".lstrip("."), layer) for name, layer in layers if layer._buffers]
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.versions: dict[str, tuple[int, int]] = {}
+        self.note_step(self.step, self.noted)
+
+    def note_step(self, step: int, noted: list[Any]) -> None:
+        """Optimizer step `step` is done; `noted` are the LocalSteps since the last exchange."""
+        self.step, self.noted = step, noted
+        for prefix, layer in self.owners:
+            for name, buffer in layer._buffers.items():
+                if buffer is not None and self.versions.get(prefix + name) != (id(buffer), buffer._version):
+                    self.versions[prefix + name] = id(buffer), buffer._version
+                    self.buffers[prefix + name] = buffer.detach().clone()
+
     def last_steps(self) -> list[Any]:
         """The last steps as all ranks know them: their losses are summed over the ranks with the gradients."""
         steps = [step.as_global() for step in [*self.exchanged, *self.noted]]
@@ -48,6 +66,7 @@ def restore_from_members(
     ahead = known.index(step)
     if mine and mine.step == step:
         model.load_state_dict(mine.model.state_dict())
+        _fill_buffers(model, mine.buffers)
         for name, stateful in states.items():
             fill(stateful, on_cpu(mine.states[name].state_dict()))
     if min(known) < step:
@@ -61,9 +80,22 @@ def restore_from_members(
 def _send(model: torch.nn.Module, states: dict[str, Stateful], source: int, group: Group) -> None:
     """Send one rank's weights and states to all. Every rank must call this."""
     is_source = group.worker.rank == source
-    state = {"model": model.state_dict(), "states": {name: one.state_dict() for name, one in states.items()}}
+    buffers = dict(model.named_buffers())
+    state = {
+        "model": model.state_dict(),
+        "buffers": buffers,
+        "states": {name: one.state_dict() for name, one in states.items()},
+    }
     received = broadcast_tree(state if is_source else {}, group.device, source)
     if not is_source:
         model.load_state_dict(received["model"])
+        _fill_buffers(model, received["buffers"])
         for name, saved in received["states"].items():
             fill(states[name], saved)
+
+
+@torch.no_grad()
+def _fill_buffers(model: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    """Copy these buffers, also those that no state_dict has, into a model of the same code."""
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
