@@ -133,7 +133,22 @@ def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_p
     trainer = altered(tmp_path / "half_ddp", {", scheduler=scheduler": ""})
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
-        assert "the part optimizer of a checkpoint has a schedule of learning rates, but no part" in node.output
+        assert "a OneCycleLR changes from step to step, but run.resume() was not given it" in node.output
+
+
+LATE = {  # made after resume()
+    "ReduceLROnPlateau": "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
+    "AveragedModel": "average = torch.optim.swa_utils.AveragedModel(net)",
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_else_changes_from_step_to_step_and_is_not_among_the_states_is_named_after_the_first(name, tmp_path):
+    loop = "        while True:\n"
+    trainer = altered(tmp_path / "more_ddp", {loop: f"        {LATE[name]}\n{loop}"})
+    for node in playing(trainer, nodes_of((1,), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
+        assert node.code == 2, node.output
+        assert f"a {name} changes from step to step, but run.resume() was not given it" in node.output
 
 
 def test_resume_says_that_there_is_nothing_to_resume_from(tmp_path):

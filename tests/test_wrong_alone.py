@@ -53,7 +53,26 @@ def test_many_skipped_steps_in_a_row_end_the_run(tmp_path):
 def test_weights_that_differ_on_one_rank_are_said_at_the_next_checkpoint(tmp_path):
     damaged = altered(tmp_path / "damaged_ddp", {UPDATE: DAMAGE + UPDATE})
     said = play(damaged, (2, 1), tmp_path / "run", *FLAGS)[0].output
-    assert "warning: after step 12, the weights of rank 1 are not bit by bit those of the other ranks" in said
+    assert "warning: after step 12, rank 1 has not the same weights as the other ranks, bit by bit" in said
+
+
+@pytest.mark.parametrize("alone, what", [
+    ("next(net.parameters()).data.mul_(0.99)", "weights"),
+    ("optimizer.state_dict()['state'][0]['step'].add_(1)", "state of optimizer"),
+])  # fmt: skip
+def test_what_one_rank_alone_has_changed_in_the_first_step_is_said_after_it(alone, what, tmp_path):
+    change = f"            if run.step == 0 and worker.rank == 0:\n                {alone}\n"
+    said = play(altered(tmp_path / "alone_ddp", {UPDATE: change + UPDATE}), (2, 1), tmp_path / "run", *FLAGS)[0].output
+    assert f"warning: after step 1, rank 0 has not the same {what} as the other ranks" in said
+    assert "as under `if rank == 0`?" in said
+
+
+def test_a_scheduler_that_one_rank_alone_steps_ends_all_with_both_rates(tmp_path):
+    alone = altered(tmp_path / "alone_ddp", {UPDATE: f"            if worker.is_main:\n    {UPDATE}"})
+    results = playing(alone, nodes_of((2, 1), tmp_path / "run", *FLAGS), tmp_path).results()
+    assert [result.code for result in results] == [2, 2]
+    assert "error: rank 1 has taken step 2 with a learning rate of " in results[0].output
+    assert "every rank must step the scheduler" in results[0].output
 
 
 def test_weights_that_are_the_same_are_not_mentioned(tmp_path):

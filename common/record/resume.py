@@ -1,10 +1,14 @@
 """`--resume`: load a checkpoint on every rank. Rank 0 reads it, so the nodes need no shared disk."""
 
+import gc
+import inspect
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from common.console import say
 from common.errors import UserError
@@ -14,7 +18,6 @@ from common.launch.options import RunOptions
 from common.record.checkpoint import Checkpoint, find, latest_name, point_latest
 from common.record.lock import lock
 from common.state import Stateful, broadcast_tree, fill
-from common.uneven.options.local_sgd import LocalSGD
 
 
 def resume(
@@ -36,7 +39,8 @@ def resume(
     rank, also for a state that the checkpoint lacks, or that only the checkpoint has.
     """
     _require_all_optimizers(model, states)
-    _require_all_schedulers(states)
+    if not members.generation:
+        require_all_schedulers(states, model)
     if (step := members.restore(folder, model, states)) is not None:
         return step
     if options.resume is None:
@@ -96,21 +100,48 @@ def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> N
         )
 
 
-def _require_all_schedulers(states: dict[str, Any]) -> None:
-    """Raise UserError if an optimizer has a schedule of learning rates that is not among the parts.
+def require_all_schedulers(states: dict[str, Stateful], net: torch.nn.Module) -> None:
+    """Raise UserError for a scheduler of one of the optimizers, or an average of the weights of `net`, that is neither
+    among the states nor an attribute of one: a resumed run would begin it anew.
 
-    A scheduler of torch notes `initial_lr` in the optimizer that it changes. A part of an unknown class may hold it.
+    Found are objects that have an optimizer as their attribute `optimizer`, and a state_dict, as all schedulers of
+    torch have; and torch's AveragedModel. What has neither cannot be seen.
     """
-    known = torch.optim.Optimizer | torch.amp.GradScaler | torch.nn.Module | LocalSGD
-    others = [part for part in states.values() if not isinstance(part, known)]
-    for name, part in states.items():
-        scheduled = isinstance(part, torch.optim.Optimizer) and any("initial_lr" in one for one in part.param_groups)
-        if scheduled and not any(getattr(other, "optimizer", part) is part for other in others):
+    optimizers = [one for one in states.values() if isinstance(one, torch.optim.Optimizer)]
+    for found in [*_holders(optimizers), *_averages(net)]:
+        if not any(one is found or _has_attribute(one, found) for one in states.values()):
             raise UserError(
-                f"the part {name} of a checkpoint has a schedule of learning rates, but no part is its scheduler, so "
-                "a resumed run would begin the schedule anew: give the scheduler to resume() too",
+                f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
+                "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)",
                 same_on_every_rank=True,
             )
+
+
+def _holders(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Objects with a state_dict that have one of these as their attribute `optimizer`."""
+    found: dict[int, Any] = {}
+    for optimizer in optimizers:
+        for referrer in gc.get_referrers(optimizer):
+            owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
+            found |= {id(owner): owner for owner in owners if _attribute(owner, "optimizer") is optimizer}
+    return [owner for owner in found.values() if hasattr(type(owner), "state_dict")]
+
+
+def _averages(net: torch.nn.Module) -> list[Any]:
+    shapes = [one.shape for one in net.parameters()]
+    averages = [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]
+    return [one for one in averages if [parameter.shape for parameter in one.parameters()] == shapes]
+
+
+def _has_attribute(one: Any, value: Any) -> bool:
+    attributes = getattr(one, "__dict__", {}).values()
+    lists = [attribute for attribute in attributes if isinstance(attribute, list | tuple)]
+    return any(attribute is value for attribute in [*attributes, *itertools.chain(*lists)])
+
+
+def _attribute(one: Any, name: str) -> Any:
+    """Without running code of its class."""
+    return inspect.getattr_static(one, name, None)
 
 
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:

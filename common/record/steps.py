@@ -10,6 +10,8 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.timer import StepTimer
 
+SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
+
 
 @dataclass(frozen=True)
 class LocalStep:
@@ -87,22 +89,25 @@ def exchange_steps(
     signal that it has received, or 0, `newcomers_wait` whether it knows of processes that wait to be let in,
     and `last_seconds` what the last call took here. Every rank must call this.
 
-    Raises UserError on every rank where they have divided a step's loss by different counts.
+    Raises UserError on every rank where they have divided a step's loss by different counts, or have taken a step with
+    different learning rates.
     """
     sums = torch.stack([one.loss for one in noted])
     counts = sums.new_tensor([one.count for one in noted])
     clock, signals = torch.full_like(sums, unsaved_seconds), torch.full_like(sums, received)
     waiting, seconds = torch.full_like(sums, newcomers_wait), torch.full_like(sums, last_seconds)
+    rates = sums.new_tensor([float(one.lr) for one in noted])
     times = [(one.loading, one.compute, one.exchange) for one in timer.take()]
     norms = torch.stack([one.grad_norm.detach().to(sums) for one in noted])
-    mine = torch.stack([sums, *sums.new_tensor(times).T, norms, clock, counts, signals, waiting, seconds])
+    mine = torch.stack([sums, *sums.new_tensor(times).T, norms, clock, counts, rates, signals, waiting, seconds])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     began = time.perf_counter()
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu().unbind(dim=1)
     took = time.perf_counter() - began
-    losses, loading, compute, exchange, norms, clocks, counted, signals, waiting, seconds = rows
+    losses, loading, compute, exchange, norms, clocks, counted, rates, signals, waiting, seconds = rows
     _require_one_count(noted, counted)
+    _require_one_rate(noted, rates)
     received_by = [int(number) for number in signals[:, 0].tolist()]
     unsaved, wait = float(clocks[0, 0]), bool(waiting[0, 0])
     last = float(seconds[:, 0].min())
@@ -122,5 +127,18 @@ def _require_one_count(noted: Sequence[LocalStep], counted: torch.Tensor) -> Non
             f"rank {rank} divides the loss of step {noted[index].step} by {counted[rank, index]:.10g}, but rank 0 by "
             f"{counted[0, index]:.10g}: divide by the count over all ranks, "
             "batch.global_count, and not by that of one rank. Or do the ranks hold other data?",
+            same_on_every_rank=True,
+        )
+
+
+def _require_one_rate(noted: Sequence[LocalStep], rates: torch.Tensor) -> None:
+    """`rates` (ranks, steps) is the learning rate of each rank's optimizer."""
+    differs = ((rates - rates[0]).abs() > SAME_RATE * rates[0].abs()).nonzero()
+    if len(differs):
+        rank, index = differs[differs[:, 1].argmin()].tolist()
+        raise UserError(
+            f"rank {rank} has taken step {noted[index].step} with a learning rate of {rates[rank, index]:.10g}, but "
+            f"rank 0 with {rates[0, index]:.10g}, so their weights are no longer the same: every rank must step the "
+            "scheduler, as often and with the same numbers, and not under `if rank == 0`",
             same_on_every_rank=True,
         )

@@ -51,7 +51,7 @@ class Checkpointer:
         With --async-save, training goes on as soon as the state has been copied to memory. The time that the ranks
         wait does not count as training, and --save-every counts from its end.
         """
-        self._compare_weights(step, model)
+        self.compare(step, model, states)
         log, others_wait = self.log, self.group.others_wait(f"rank 0, which saves step {step}")
         with log.timer.span("checkpoint"), log.clock.saving(), others_wait, log.writing():
             if log.output:
@@ -69,13 +69,17 @@ class Checkpointer:
                 if self.writer and self.log.output:
                     self.writer.finish()
 
-    def _compare_weights(self, step: int, net: torch.nn.Module) -> None:
-        """Print which ranks' weights differ, which they must not. Every rank must call this."""
-        if (ranks := ranks_that_differ(net)) and not self.has_said_differing:
-            self.has_said_differing = True
-            who = ", ".join(map(str, ranks))
-            self.log.line(
-                f"warning: after step {step}, the weights of rank {who} are not bit by bit those of the other ranks: "
-                "an error of memory or of a device? Or GPUs of different kinds, which may round differently: then "
-                "compare the losses with those of one kind"
-            )
+    def compare(self, step: int, net: torch.nn.Module, states: dict[str, Stateful]) -> None:
+        """Print which ranks' weights or states differ, which they must not. Every rank must call this."""
+        trees: dict[str, Any] = {"weights": list(net.parameters())}
+        if not self.options.flags.get("sync_every"):  # else each node has an optimizer of its own
+            trees |= {f"state of {name}": one.state_dict() for name, one in states.items()}
+        for what, ranks in ranks_that_differ(trees, self.group.device).items():
+            if not self.has_said_differing:
+                self.has_said_differing = True
+                who = ", ".join(map(str, ranks))
+                self.log.line(
+                    f"warning: after step {step}, rank {who} has not the same {what} as the other ranks, bit by bit. "
+                    "Does one rank alone take a step of an optimizer, a scheduler or an average, as under `if rank == "
+                    "0`? Do GPUs of different kinds round differently? Else it is an error of memory or of a device"
+                )

@@ -38,7 +38,7 @@ from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.options import RunOptions
 from common.record.folder import open_folder
-from common.record.resume import resume
+from common.record.resume import require_all_schedulers, resume
 from common.record.trackers import Tracker
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending
@@ -83,7 +83,7 @@ class Run:
         self.facts: dict[str, object] = {}  # further lines of the header
         self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
-        self.has_said_reached = False
+        self.has_said_reached, self.is_first_exchange = False, True
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
         self._summary: dict[str, object] = {}
         self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
@@ -299,6 +299,11 @@ class Run:
         if (saves or evaluates or self.log.is_due) and (steps := self.log.exchange(self.ending.interrupts.received)):
             self.checkpointer.unsaved_seconds = steps.unsaved_seconds
             self.ending.agree(steps)
+            if self.is_first_exchange and not self.members.generation:  # what is made once has been made by now
+                require_all_schedulers(self.states, self.net)
+            if self.is_first_exchange and self.nodes.is_synchronized:  # later, each checkpoint compares them
+                self.is_first_exchange = False
+                self.checkpointer.compare(self.step, self.net, self.states)
             for done in steps.done:
                 self.precision.require_finite(done.step, done.loss, done.grad_norm)
         self.evaluation_is_due = evaluates and self.log.evaluated_step != self.step

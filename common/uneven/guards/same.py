@@ -1,5 +1,6 @@
 """What must be the same on every rank: model, data, and after each step the weights."""
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,19 +51,34 @@ def _class_and_settings(module: torch.nn.Module) -> str:
     return f"{type(module).__name__}({module.extra_repr()})"
 
 
-def ranks_that_differ(net: torch.nn.Module) -> list[int]:
-    """The ranks whose weights are not bit by bit those of most ranks; of two ranks, the later one. Every rank must call
-    this."""
-    total = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
-    for one in net.parameters():
-        numbers = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
-        bits = numbers.view(BITS[numbers.element_size()])
-        total = total * 31 + bits.sum(dtype=torch.int64)  # wraps around
-    everyone = [torch.empty_like(total) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, total)
-    sums = torch.stack(everyone).tolist()
-    usual = max(sums, key=lambda one: (sums.count(one), -sums.index(one)))
-    return [rank for rank, one in enumerate(sums) if one != usual]
+def ranks_that_differ(trees: Mapping[str, Any], device: torch.device) -> dict[str, list[int]]:
+    """By name, the ranks on which a tree's tensors and numbers are not bit by bit those of most ranks; of two ranks,
+    the later one. A tree is nested dicts, lists and tuples, such as a state_dict. Every rank must call this."""
+    mine = torch.stack([_checksum(tree, device) for tree in trees.values()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    found: dict[str, list[int]] = {}
+    for name, sums in zip(trees, torch.stack(everyone).T.tolist(), strict=True):
+        usual = max(sums, key=lambda one: (sums.count(one), -sums.index(one)))
+        if ranks := [rank for rank, one in enumerate(sums) if one != usual]:
+            found[name] = ranks
+    return found
+
+
+def _checksum(tree: Any, device: torch.device) -> torch.Tensor:
+    """An int64 of the bits of all tensors, without waiting for the device, and of all numbers."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if isinstance(tree, torch.Tensor):
+        numbers = torch.view_as_real(tree.detach()) if tree.is_complex() else tree.detach()
+        return numbers.contiguous().view(BITS[numbers.element_size()]).sum(dtype=torch.int64).to(device)
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for value in tree:
+            total = total * 31 + _checksum(value, device)  # wraps around
+    elif isinstance(tree, int | float):
+        total += int.from_bytes(struct.pack("d", tree), "little", signed=True)
+    return total
 
 
 def require_same_network(number: int, device: torch.device, ranks: Any = None) -> None:
