@@ -4,9 +4,19 @@ import struct
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.uneven.sums import Sums
-from tests.harness import MNIST, SHARED, play, rows
+from tests.harness import MNIST, SHARED, nodes_of, play, playing, rows
+from tests.trainers import altered
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +42,26 @@ def test_numbers_of_python_keep_all_their_digits_in_a_sum():
     sums.add(torch.tensor(0.5), 0.1)
     sums.add(torch.tensor(0.5, dtype=torch.float64), 1669.7)
     assert sums.values.tolist() == [1.0, 0.1 + 1669.7]
+
+
+def test_a_sum_may_be_a_tensor_such_as_a_confusion_matrix(alone):
+    sums = Sums("count", device=torch.device("cpu"), confusion=(2, 2))
+    sums.add(3, torch.tensor([[1, 0], [0, 2]]))
+    sums.add(1, torch.tensor([[0, 1], [0, 0]]))
+    found = sums.reduce()
+    assert (found["count"], found["confusion"].tolist()) == (4.0, [[1.0, 1.0], [0.0, 2.0]])
+
+
+ONLY_MINE = 'count = total["count"]'
+
+
+def test_an_evaluation_that_is_not_that_of_all_ranks_is_named(tmp_path):
+    mine = altered(tmp_path / "mine_ddp", {ONLY_MINE: f"{ONLY_MINE} + run.worker.rank"})
+    flags = ("--dataset", "digits", "--max-steps", 3)
+    for node in playing(mine, nodes_of((1, 1), tmp_path / "run", *flags), tmp_path).results():
+        assert node.code == 2 and "Traceback" not in node.output
+        assert "error: the evaluation after step 3 has found loss " in node.output
+        assert "it must be that of all ranks. Add up sums and counts over the ranks" in node.output
 
 
 def test_seven_ranks_count_each_image_once_and_agree_with_one(tmp_path):

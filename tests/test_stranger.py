@@ -5,6 +5,7 @@ Each test replaces some lines of one small trainer, which uses nothing but commo
 """
 
 import json
+import math
 
 import pytest
 
@@ -46,6 +47,7 @@ STRANGER = {
     "loss": "cross_entropy(model(micro[0]), micro[1], reduction='sum')",
     "wrapped_loss": "compute_loss",  # the function that wrap is given
     "wrap": "",  # further arguments
+    "begin": "pass",  # each step
     "count": "batch.global_count",
     "after": "pass",  # each step
 }
@@ -64,6 +66,7 @@ def compute_loss(model, micro):
 model = ddp.wrap(net, batches, {wrapped_loss}, {wrap})
 losses = []
 for batch in batches:
+    {begin}
     loss_sum = torch.zeros((), dtype=torch.float64)
     for micro, is_last in batch.micro_batches():
         with model.no_sync(enabled=not is_last):
@@ -679,3 +682,55 @@ def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, reduct
     imports = "\nimport math\nfrom common.uneven.guards.losses import first_loss_problem\n"
     results, _ = outputs((2, 1), loss=loss, micro_batch="None", after=said, more=imports)
     assert ("but an untrained model should begin near 2.303" in results[0].output) == is_said
+
+
+# --- counts that only the batch knows, and what every rank must have the same -----------------------------------------
+
+
+def test_a_count_that_only_the_batch_knows_is_summed_over_the_ranks_before_the_micro_batches(exact):
+    kept = "micro[1].masked_fill(micro[1] > 6, -100)"
+    ours = exact(
+        begin="count = batch.sum_over_ranks(lambda micro: (micro[1] <= 6).sum())",
+        loss=f"cross_entropy(model(micro[0]), {kept}, reduction='sum')",
+        count="count",
+    )
+    assert ours[0] == pytest.approx(math.log(10), rel=0.3)
+
+
+def test_other_data_of_the_same_length_on_one_rank_are_named(refused):
+    other = "torch.utils.data.Subset(Samples(99), range(worker.rank, 90 + worker.rank))"
+    refused("the data is ", "rank 0: every rank must build the same model and read the same data", data=other)
+
+
+PACKED = """
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 10)
+
+    def forward(self, points, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(points, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.rnn(packed)[1][0][-1])
+
+
+class Rows(Samples):
+    def __getitem__(self, index):
+        point, label = super().__getitem__(index)
+        return point.expand(3, 6), label, 1 + index % 3
+"""
+
+
+def test_packed_sequences_take_a_row_of_length_1_for_an_empty_part(exact):
+    exact(
+        more=PACKED,
+        data="Rows(82)",
+        net="Packed()",
+        optimizer="torch.optim.AdamW(net.parameters(), 0.2)",
+        loss="cross_entropy(model(micro[0], micro[2]), micro[1], reduction='sum')",
+        wrap="pad_empty_batch=True",
+    )
+
+
+def test_a_loss_that_fails_on_samples_too_shows_where_it_does(outputs):
+    results, _ = outputs((1,), loss="model(micro[0][:, :, 0]).sum()")
+    assert "too many indices" in results[0].output and "refuses an empty batch" not in results[0].output

@@ -49,6 +49,7 @@ from common.state import Stateful
 from common.uneven import ddp
 from common.uneven.evaluation import EvaluationSampler
 from common.uneven.global_batches import GlobalBatchLoader, StepBatch
+from common.uneven.guards.same import require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
 from common.uneven.options.memory import fitting_micro_batches
@@ -341,7 +342,9 @@ class Run:
         return True
 
     def log_evaluation(self, **numbers: float) -> None:
-        """Write what an evaluation after this step has found, such as loss=, accuracy= and count=."""
+        """Write what an evaluation after this step has found, such as loss=, accuracy= and count=. Every rank must call
+        this, with the same numbers, which must be those of all ranks; else it raises UserError."""
+        require_same_numbers(numbers, f"the evaluation after step {self.step}")
         self._stopped_clock.close()
         self.evaluation_is_due = False
         self.log.evaluation(self.step, **numbers)

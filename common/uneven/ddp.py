@@ -137,7 +137,7 @@ def wrap(
     """
     require_global_batches(batches)
     timer = batches.timer
-    require_same({"the plan": batches.plan, **description(net)})
+    require_same({"the plan": batches.plan, "the data": batches.data_fingerprint(), **description(net)})
     refuse_batch_norm(net, layout_dependent)
     if pad_empty_batch and needs_whole_parts(net):
         raise UserError(
@@ -170,7 +170,7 @@ def wrap(
     wrapped.register_comm_hook((timer, sum_gradients), _sum_over_ranks)
     with wrapped.micro_batch():
         for _ in range(2):
-            _loss_of_empty_batch(wrapped, batches.sample_batch(0), compute_loss).backward()
+            _loss_of_empty_batch(wrapped, batches, compute_loss, pad_empty_batch).backward()
             wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
@@ -189,18 +189,27 @@ def _prepare_process() -> None:
 
 
 def _loss_of_empty_batch(
-    model: UnevenDistributedDataParallel, empty: Any, compute_loss: Callable[[torch.nn.Module, Any], Any]
+    model: UnevenDistributedDataParallel,
+    batches: GlobalBatchLoader,
+    compute_loss: Callable[[torch.nn.Module, Any], Any],
+    pad_empty_batch: bool,
 ) -> torch.Tensor:
     try:
-        return loss_of(compute_loss(model, empty))
+        return loss_of(compute_loss(model, batches.sample_batch(0)))
     except (RuntimeError, ValueError, IndexError) as error:
         if needs_whole_parts(model.module):  # its forward exchanges sums, which may have failed for other reasons
             raise
-        raise UserError(
-            f"the model refuses an empty batch ({str(error).strip().splitlines()[0]}), which a rank with an empty "
-            "part has: give wrap(..., pad_empty_batch=True), or correct the function that wrap was given",
-            same_on_every_rank=True,
-        ) from error
+        problem = str(error).strip().splitlines()[0]
+    with torch.no_grad():
+        compute_loss(model, batches.sample_batch(1))  # where this fails too, it is not for want of samples
+    fix = "give wrap(..., pad_empty_batch=True), or correct the function that wrap was given"
+    if pad_empty_batch:
+        fix = "it also refuses the row of zeros that pad_empty_batch=True gives it instead: correct the model, or the "
+        fix += "function that wrap was given"
+    raise UserError(
+        f"the model refuses an empty batch ({problem}), which a rank with an empty part has: {fix}",
+        same_on_every_rank=True,
+    )
 
 
 def loss_of(computed: Any) -> torch.Tensor:

@@ -13,6 +13,8 @@ The order of samples depends on (seed, epoch) alone. Optimizer step `s` takes th
 `r` a contiguous part of that slice, by its share. Nothing is padded and nothing repeated.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from common.errors import UserError
 from common.uneven.batches import micro_batches, move
-from common.uneven.loading import BatchedDataset, part_loader
+from common.uneven.loading import BatchedDataset, dataset_fingerprint, part_loader
 from common.uneven.options.token_balance import TokenBalancedSampler
 from common.uneven.plan import plan_batches
 from common.uneven.sampling import Indices, UnevenDistributedSampler
@@ -42,10 +44,23 @@ class StepBatch:
     global_samples: int  # the samples of all ranks
     work: float  # of this rank: its samples, or their tokens where those are balanced
     pieces: Callable[[], Iterator[tuple[Any, bool]]]
+    device: torch.device
 
     def micro_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
         return self.pieces()
+
+    def sum_over_ranks(self, function: Callable[[Any], torch.Tensor | float]) -> float:
+        """The sum of `function(micro)` over the micro-batches of all ranks: for a count that only the batch knows, such
+        as that of its valid pixels after augmentation. Call it before the loop over the micro-batches, which are as
+        many as a rank has samples for, so that nothing in it may wait for other ranks. Every rank must call this.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, _ in self.pieces():
+            total += function(micro)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.item()
 
 
 class GlobalBatchLoader(Iterator[StepBatch]):
@@ -140,15 +155,21 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         count = samples if self.counts is None else self.counts[step]
         if self.cut is None:
             moved = move(part, self.device, self.dtype)
-            return StepBatch(
-                step, count, samples, self.sampler.work(mine), lambda: micro_batches(moved, mine, self.micro_batch)
-            )
-        return StepBatch(step, count, samples, self.sampler.work(mine), lambda: self._cut(part, self.micro_batch))
+            pieces = functools.partial(micro_batches, moved, mine, self.micro_batch)
+        else:
+            pieces = functools.partial(self._cut, part, self.micro_batch)
+        return StepBatch(step, count, samples, self.sampler.work(mine), pieces, self.device)
 
     def _cut(self, part: Any, micro_batch: int | None) -> Iterator[tuple[Any, bool]]:
         assert self.cut is not None
         for piece, is_last in self.cut(part, micro_batch):
             yield move(piece, self.device, self.dtype), is_last
+
+    def data_fingerprint(self) -> str:
+        """A short text that is the same for the same data; empty where samples are of an unknown kind."""
+        with contextlib.suppress(UserError):
+            return dataset_fingerprint(self.dataset, samples=16)
+        return ""
 
     def sample_batch(self, rows: int) -> Any:
         """One forward's batch of the longest sample, `rows` times; with 0 an empty batch."""

@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.uneven.batches import take_rows
 from common.uneven.guards.data_set import collated, require_repeatable
 from common.uneven.guards.fingerprint import fingerprint
+from common.uneven.sampling import Indices
 from common.uneven.seeding import derive_seed
 
 SAMPLER_SAYS = "the sampler says which samples make a batch, in which order; the last batch of an epoch is smaller"
@@ -108,11 +109,11 @@ class Parts(Dataset):
 def dataset_fingerprint(dataset: Dataset, samples: int = 256) -> str:
     """Sixteen hex digits of the length of a data set and of `samples` of its samples, evenly spread.
 
-    Compare it between the nodes with `require_same` or `Group.agree`, and between a run and its checkpoint.
+    Compare it between a run and its checkpoint; `wrap` compares one of 16 samples between the ranks.
     """
     parts = Parts(dataset, 0, list)
     count = len(parts)
-    chosen = sorted({index * count // samples for index in range(samples)}) if count else []
+    chosen = Indices(sorted({index * count // samples for index in range(samples)}) if count else ())
     return fingerprint(count, parts.__getitems__(chosen) if chosen else None)
 
 

@@ -1,5 +1,6 @@
 """What must be the same on every rank: model, data, and after each step the weights."""
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.guards.fingerprint import fingerprint
 
+SAME = 1e-9  # relative: processors of different kinds may round an exponential differently
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
@@ -26,6 +28,23 @@ def require_same(values: Mapping[str, object]) -> None:
                 raise UserError(
                     f"{name} is {there} on rank {rank}, but {here} on rank 0: every rank must build the same model "
                     "and read the same data",
+                    same_on_every_rank=True,
+                )
+
+
+def require_same_numbers(numbers: Mapping[str, float], what: str) -> None:
+    """Raise the same UserError on every rank unless `what` has found the same on all. Every rank must call this."""
+    if len(set(_gathered(fingerprint({name: float(value) for name, value in numbers.items()})))) == 1:
+        return
+    first, *others = _gathered({name: float(value) for name, value in numbers.items()})
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            here, there = first.get(name), other.get(name)
+            if here is None or there is None or not math.isclose(here, there, rel_tol=SAME, abs_tol=SAME):
+                raise UserError(
+                    f"{what} has found {name} {there} on rank {rank}, but {here} on rank 0: it must be that of all "
+                    "ranks. Add up sums and counts over the ranks (Sums.reduce() of common.uneven.sums), and divide "
+                    "afterwards; give every rank its own samples (run.evaluation_loader)",
                     same_on_every_rank=True,
                 )
 

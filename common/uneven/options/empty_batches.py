@@ -1,5 +1,6 @@
 """Models that cannot take an empty batch themselves: compiled ones, and those that fail on one."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ class EmptyPartsApart(torch.nn.Module):
             return (self.compiled or self.model)(*inputs, **named)
         if not self.pad_empty_batch:
             return self.model(*inputs, **named)
-        inputs, named = change((inputs, named), _one_row)
-        return take_rows(self.model(*inputs, **named), slice(0, 0))
+        try:
+            row = change((inputs, named), partial(_one_row, length=0))
+            return take_rows(self.model(*row[0], **row[1]), slice(0, 0))
+        except (RuntimeError, ValueError, IndexError):  # packed sequences have no length of 0
+            row = change((inputs, named), partial(_one_row, length=1))
+            return take_rows(self.model(*row[0], **row[1]), slice(0, 0))
 
 
 def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -42,8 +47,10 @@ def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return bool(sizes) and not any(sizes)
 
 
-def _one_row(leaf: Any) -> Any:
-    """Zeros, and True for masks: attention over nothing is not a number."""
+def _one_row(leaf: Any, length: int) -> Any:
+    """Zeros; `length` for what is one whole number a row; True for masks: attention over nothing is not a number."""
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return leaf
+    if leaf.dim() == 1 and leaf.dtype in (torch.int64, torch.int32):
+        return leaf.new_full((1,), length)
     return leaf.new_full((1, *(max(1, size) for size in leaf.shape[1:])), leaf.dtype == torch.bool)
