@@ -198,6 +198,40 @@ def test_an_evaluation_that_differs_alone_is_told(old, new, asked, right, tmp_pa
     assert "differs in the evaluation after step 4" in said(result) and asked in said(result)
 
 
+def without(folder, other, *kinds, after=0):
+    """A copy of a run without rows of these kinds after a step."""
+    shutil.copytree(folder, other, symlinks=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in rows if row["kind"] not in kinds or row["step"] <= after]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return other
+
+
+def test_a_run_that_lacks_an_evaluation_is_not_called_equal(right, tmp_path):
+    result = compare(right, without(right, tmp_path / "run", "eval"))
+    assert result.code == 1 and "differs B has no evaluation after step 4" in said(result)
+
+
+def test_a_run_that_has_ended_early_without_a_summary_is_not_called_equal(right, tmp_path):
+    result = compare(without(right, tmp_path / "run", "train", "eval", "ranks", "summary", after=4), right)
+    assert result.code == 1 and "differs A ends after step 4 without a summary" in said(result)
+
+
+def test_a_run_without_a_checkpoint_is_not_called_equal(right, tmp_path):
+    shutil.copytree(right, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    result = compare(right, tmp_path / "run")
+    assert result.code == 1 and "differs B has no checkpoint" in said(result)
+
+
+def test_another_learning_rate_in_the_last_step_is_told(right, tmp_path):
+    other = without(right, tmp_path / "run")
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"lr": row["lr"] * 2} if row["kind"] == "train" and row["step"] == 8 else row for row in rows]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = compare(right, other)
+    assert result.code == 1 and "differs in the learning rate in step 8: " in said(result)
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,9 @@
     python -m common.compare runs/a runs/b                    # two --out-dirs, or two metrics.jsonl
     python -m common.compare runs/a runs/b --tolerance 1e-6
 
-The difference of two losses is relative where they are above 1, and absolute below. Exit code 0: all steps and
-evaluations that both runs have agree within the tolerance; 1: some do not; 2: a file is missing or wrong.
+The difference of two losses is relative where they are above 1, and absolute below. Exit code 0: losses,
+learning rates and evaluations agree within the tolerance, as far as both runs go; 1: some do not, or one of the runs
+lacks an evaluation or a checkpoint, or has failed before the other one ends; 2: a file is missing or wrong.
 From any folder: python common/compare/__main__.py, by its path.
 """
 
@@ -26,7 +27,9 @@ from common.launch.reading import count
 
 
 def flags() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog="common.compare", description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False
+    )
     parser.add_argument("a", metavar="A", type=Path, help="a run's --out-dir, or its metrics.jsonl")
     parser.add_argument("b", metavar="B", type=Path, help="another one")
     parser.add_argument(

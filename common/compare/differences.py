@@ -8,6 +8,7 @@ from common.compare.run import Run
 from common.errors import UserError
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+SAME_RATE = 1e-6  # relative, or absolute below 1
 NOT_MEASURES = {"kind", "step", "epoch", "training_seconds"}  # of an eval row
 
 
@@ -18,6 +19,8 @@ class Comparison:
     tolerance: float
     losses: dict[int, float]  # step -> difference, in order
     evaluations: list[tuple[int, str, float]]  # step, measure, difference
+    first_rate: int | None  # the first step with another learning rate
+    missing: list[str]  # in words, what one of them lacks
 
     @property
     def steps(self) -> list[int]:
@@ -39,7 +42,8 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        return self.first_above(self.tolerance) is None and self.first_evaluation is None
+        losses_agree = self.first_above(self.tolerance) is None and self.first_evaluation is None
+        return losses_agree and self.first_rate is None and not self.missing
 
 
 def compare(a: Run, b: Run, tolerance: float) -> Comparison:
@@ -55,7 +59,9 @@ def compare(a: Run, b: Run, tolerance: float) -> Comparison:
         for name, value in a.evaluations[step].items()
         if name not in NOT_MEASURES and name in b.evaluations[step]
     ]
-    return Comparison(tolerance, losses, evaluations)
+    rates = [step for step in steps if difference(a.train[step].get("lr"), b.train[step].get("lr")) > SAME_RATE]
+    missing = [f"A {what}" for what in a.lacks(b)] + [f"B {what}" for what in b.lacks(a)]
+    return Comparison(tolerance, losses, evaluations, next(iter(rates), None), missing)
 
 
 def difference(first: Any, second: Any) -> float:

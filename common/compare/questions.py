@@ -19,8 +19,16 @@ WIDTH = 110
 def ask(a: Run, b: Run, found: Comparison) -> str:
     """Where the runs differ, what to ask, and what differed from the start."""
     first = found.first_above(found.tolerance)
-    if first is None:
+    if first is None and found.first_evaluation:
         return _evaluation(a, b, found)
+    if first is None and found.missing:
+        return "\n".join([_line("differs", f"{what}, though the losses agree") for what in found.missing])
+    if first is None:
+        assert found.first_rate is not None
+        rates = f"in step {found.first_rate}: {_values(a, b, found.first_rate, 'lr')}"
+        return _line(
+            "differs", f"in the learning rate {rates}. The losses agree, but the weights after that step do not"
+        )
     lines = [_line("differs", f"from step {first} on: loss {_values(a, b, first, 'loss')}")]
     start = found.first_above(default_tolerance(a, b))  # where it begins does not depend on what is tolerated
     if start is None:

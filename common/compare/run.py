@@ -22,6 +22,29 @@ class Run:
     ranks: dict[int, Row]  # the shares, and each rank's times, since the row before
     starts: list[dict[str, Any]]  # of run.json; empty where there is none
     state: dict[str, Any]  # state.json of its newest checkpoint: data and flags that decide the result; may be empty
+    is_complete: bool = True  # it has a summary: it was neither interrupted nor has it failed
+
+    @property
+    def last(self) -> int:
+        """Its last step."""
+        return max(self.train)
+
+    def lacks(self, other: "Run") -> list[str]:
+        """In words, what the other one has and this one should have too."""
+        found = []
+        if not self.is_complete and self.last < other.last:
+            found.append(f"ends after step {self.last} without a summary: was it interrupted, or has it failed?")
+        extra = {*other.resumes, *self.resumes, other.last}  # a run is evaluated where it ends, too
+        steps = [step for step in sorted(other.evaluations.keys() - self.evaluations.keys()) if step <= self.last]
+        if self._asks_for_the_same("eval_every", other) and (steps := [step for step in steps if step not in extra]):
+            found.append(f"has no evaluation after step {steps[0]}")
+        if self.starts and other.state and not self.state:
+            found.append("has no checkpoint")
+        return found
+
+    def _asks_for_the_same(self, flag: str, other: "Run") -> bool:
+        first, second = ({str(start["flags"].get(flag)) for start in run.starts} for run in (self, other))
+        return first == second
 
     @property
     def resumes(self) -> list[int]:
@@ -53,7 +76,8 @@ def read_run(path: Path) -> Run:
     if not train:
         raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
     starts, state = _starts(metrics.parent / "run.json"), _state(metrics.parent)
-    return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state)
+    is_complete = not starts or any(row.get("kind") == "summary" for row in rows)
+    return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state, is_complete)
 
 
 def _rows(metrics: Path) -> list[Row]:
