@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.harness import ROOT, losses, nodes_of, play, playing, rows
+from tests.harness import ROOT, losses, nodes_of, play, playing, rows, run
 
 CHAPTER = ROOT / "docs" / "your-own-task.md"
 
@@ -31,6 +31,17 @@ def test_it_is_exact_on_uneven_nodes_and_begins_near_the_loss_of_an_untrained_mo
     assert losses(tmp_path / "uneven") == pytest.approx(losses(tmp_path / "one"), abs=1e-9, rel=0)
     assert losses(tmp_path / "one")[0] == pytest.approx(4.85, abs=0.2)  # ln 128
     assert rows(tmp_path / "one", "eval")[-1]["perplexity"] < 100
+
+
+def test_the_plain_loop_of_the_chapter_prints_the_same_losses(example, tmp_path):
+    plain = re.search(r'^```python\n(""".{,200}must have\."""\n.*?)^```', CHAPTER.read_text(), re.MULTILINE | re.DOTALL)
+    (example.parent / "plain.py").write_text(plain[1])
+    printed = run("python", example.parent / "plain.py", cwd=ROOT, PYTHONPATH=str(ROOT))
+    assert printed.code == 0, printed.output
+    wanted = [float(line.split()[1]) for line in printed.output.splitlines()]
+    assert len(wanted) > 3
+    play(example, (1,), tmp_path / "one", *FLAGS[:-1], len(wanted))
+    assert losses(tmp_path / "one") == pytest.approx(wanted, abs=1e-12, rel=0)
 
 
 MISTAKES = {
