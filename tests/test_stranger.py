@@ -697,6 +697,35 @@ def test_a_count_that_only_the_batch_knows_is_summed_over_the_ranks_before_the_m
     assert ours[0] == pytest.approx(math.log(10), rel=0.3)
 
 
+EXPERTS = """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.route = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 10) for _ in range(4))
+
+    def forward(self, points):
+        probability, chosen = self.route(points).softmax(1).max(1)
+        logits = points.new_zeros(len(points), 10)
+        for number, expert in enumerate(self.experts):
+            logits = logits.index_put((chosen == number,), expert(points[chosen == number]))
+        return logits * probability[:, None], self.route(points).softmax(1)
+"""
+
+
+def test_experts_with_a_loss_that_balances_them_are_exact(exact):
+    exact(
+        more="from torch.nn.functional import one_hot" + EXPERTS + "\nrouted, samples = torch.zeros(4), 1\n"
+        "def total(logits, probabilities, labels):\n"
+        "    balance = 0.5 * 4 * (routed / samples * probabilities.sum(0)).sum()\n"
+        "    return cross_entropy(logits, labels, reduction='sum') + balance\n",
+        net="Experts()",
+        begin="global routed, samples; samples = batch.global_count; "
+        "routed = batch.sum_over_ranks(lambda micro: one_hot(net.route(micro[0]).argmax(1), 4).sum(0))",
+        loss="total(*model(micro[0]), micro[1])",
+    )
+
+
 def test_other_data_of_the_same_length_on_one_rank_are_named(refused):
     other = "torch.utils.data.Subset(Samples(99), range(worker.rank, 90 + worker.rank))"
     refused("the data is ", "rank 0: every rank must build the same model and read the same data", data=other)

@@ -50,17 +50,19 @@ class StepBatch:
         """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
         return self.pieces()
 
-    def sum_over_ranks(self, function: Callable[[Any], torch.Tensor | float]) -> float:
-        """The sum of `function(micro)` over the micro-batches of all ranks: for a count that only the batch knows, such
-        as that of its valid pixels after augmentation. Call it before the loop over the micro-batches, which are as
-        many as a rank has samples for, so that nothing in it may wait for other ranks. Every rank must call this.
+    @torch.no_grad()
+    def sum_over_ranks(self, function: Callable[[Any], torch.Tensor]) -> Any:
+        """The sum of `function(micro)` over the micro-batches of all ranks, without gradients, a number or a tensor of
+        float64: for a count that only the batch knows, such as that of its valid pixels after augmentation.
+
+        Call it before the loop over the micro-batches, which are as many as a rank has samples for, so that nothing in
+        it may wait for other ranks. Every rank must call this.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro, _ in self.pieces():
-            total += function(micro)
+        total = sum(torch.as_tensor(function(micro), device=self.device).double() for micro, _ in self.pieces())
+        assert isinstance(total, torch.Tensor)  # of at least one micro-batch
         if dist.is_initialized():
             dist.all_reduce(total)
-        return total.item()
+        return total if total.dim() else total.item()
 
 
 class GlobalBatchLoader(Iterator[StepBatch]):
