@@ -13,7 +13,7 @@ import pytest
 
 from common.launch.interruption import TWICE_SECONDS
 from common.launch.stopped import StoppedWorkers
-from tests.harness import MNIST, ROOT, TIMEOUT_SECONDS, Node, nodes_of, playing, start, wait_until, write_trainer
+from tests.harness import MNIST, ROOT, TIMEOUT_SECONDS, Node, nodes_of, play, playing, start, wait_until, write_trainer
 
 LONG = ("--dataset", "digits", "--epochs", "5000", "--device", "cpu", "--precision", "fp64")
 
@@ -108,6 +108,20 @@ def test_the_titles_of_processes_name_the_ranks_and_the_supervisor(command):
     titles = [process.cmdline()[0] for process in processes]
     roles = ["supervisor of ranks 0 to 2", "rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     assert titles == [f"mnist-distributed.py {role} (node 0)" for role in roles]
+
+
+FORKS = """
+if not os.fork():  # as a plain DataLoader does
+    import setproctitle
+    Path(args.out_dir, "title").write_text(setproctitle.getproctitle())
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_process_that_a_rank_has_forked_does_not_pass_for_the_rank(tmp_path):
+    play(write_trainer(tmp_path, FORKS, "import os\n"), (1,), tmp_path)
+    assert (tmp_path / "title").read_text() == "stranger-distributed.py process of rank 0 of 1 (node 0)"
 
 
 IDLE = """

@@ -189,6 +189,12 @@ def test_an_evaluation_needs_no_flags(uninterrupted, tmp_path):
     assert "accuracy" in node.output
 
 
+def test_another_precision_than_that_of_the_checkpoint_is_said(tmp_path):
+    play(MNIST, (1,), tmp_path, "--dataset", "digits", "--max-steps", 1, "--precision", "fp64")
+    (node,) = play(MNIST, (1,), tmp_path, "--dataset", "digits", "--max-steps", 2, "--resume")
+    assert "step-00000001, which was trained in fp64, in fp32" in node.output
+
+
 def test_metrics_that_cannot_be_read_are_named_on_every_node(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:

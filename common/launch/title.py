@@ -1,15 +1,20 @@
 """What `ps` and `top` show for our processes: `mnist-distributed.py rank 3 of 10 (node 0)`."""
 
 import contextlib
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from common.launch.layout import Layout, Worker
 
 
 def name_worker(worker: Worker) -> None:
-    """Show this process as that worker."""
-    _show(f"rank {worker.rank} of {worker.world_size}", worker.layout)
+    """Show this process as that worker, and those that it forks, such as a plain DataLoader's, as its processes."""
+    role = f"rank {worker.rank} of {worker.world_size}"
+    _show(role, worker.layout)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=partial(_show, f"process of {role}", worker.layout))
 
 
 def name_supervisor(layout: Layout) -> None:

@@ -58,7 +58,9 @@ def resume(
                 found.load_training(may_have_more=options.eval_only, **states)
                 if not options.eval_only:
                     _go_back_to(found, folder / "checkpoints")
-                say(f"resuming from {found.path}", rank=0)
+                before, now = found.state.get("precision"), options.flags.get("precision")
+                other = f", which was trained in {before}, in {now}" * (before not in (None, now))
+                say(f"resuming from {found.path}{other}", rank=0)
             else:
                 say(f"--resume: there is no checkpoint in {folder} yet: starting from the beginning", rank=0)
     state = {"step": 0, "states": {}}

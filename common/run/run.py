@@ -362,7 +362,7 @@ class Run:
         """
         is_main = into == "checkpoints"
         states, keep = (self.states, self.args.keep) if is_main else ({}, 1)
-        fields = self.data_fingerprint | self.config | numbers
+        fields = self.data_fingerprint | self.config | {"precision": self.precision.name} | numbers
         self.checkpointer.save(self.step, self.net, fields, states, keep, write_extra, into)
         if is_main:
             self.checkpoint_is_due = False
