@@ -697,6 +697,17 @@ def test_a_count_that_only_the_batch_knows_is_summed_over_the_ranks_before_the_m
     assert ours[0] == pytest.approx(math.log(10), rel=0.3)
 
 
+def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_named(refused):
+    waits = "dist.all_reduce(torch.ones(1)) or cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+    refused(
+        "has waited for other ranks in a micro-batch, of which ranks have different numbers",
+        "batch.sum_over_ranks",
+        loader="shares=[2, 1, 1],",
+        micro_batch="10",
+        loss=waits,
+    )
+
+
 EXPERTS = """
 class Experts(nn.Module):
     def __init__(self):

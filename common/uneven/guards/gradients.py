@@ -58,7 +58,7 @@ class Guard:
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
             require_same_network(self.number, self.device, self.ranks)  # a rank that skips one adds to another's sums
         others = [model.guard for model in self.models if model.guard is not self]
-        before = [guard.gradients() for guard in others]
+        before, collectives = [guard.gradients() for guard in others], _collectives()
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -67,6 +67,11 @@ class Guard:
                 f"a micro-batch does not fit into the memory of {self.device} ({wanted}): give a smaller "
                 "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
             ) from error
+        if not is_last and _collectives() != collectives:
+            raise UserError(
+                "forward or the loss has waited for other ranks in a micro-batch, of which ranks have different "
+                "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
+            )
         for guard, gradients in zip(others, before, strict=True):
             guard.require_untouched(gradients)
         self.note_gradients(is_last)
@@ -156,6 +161,12 @@ class Guard:
                 "common.uneven.options.global_batch), or name it in wrap(..., layout_dependent=[...]) if that does not "
                 "matter"
             )
+
+
+def _collectives() -> int:
+    """How many collectives this rank has begun in the group of all ranks."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    return group._get_sequence_number_for_group()
 
 
 def _changed_gradients() -> UserError:
