@@ -10,6 +10,7 @@ def say(text: str, rank: int | None = None, error: bool = False) -> None:
     """Print `text`, each line tagged: `[0]` for rank 0, `[3 nodeb]` for another rank, no tag without a rank.
 
     All lines go out in one write, so that the output of several processes does not mix. `error` prints to stderr.
+    A character that the terminal does not know goes out as its number, such as `\\xe4`.
     """
     if rank is None:
         tag = ""
@@ -18,9 +19,12 @@ def say(text: str, rank: int | None = None, error: bool = False) -> None:
     else:
         tag = f"[{rank} {socket.gethostname()}] "
     stream = sys.stderr if error else sys.stdout
-    with contextlib.suppress(OSError):  # a closed pipe on the terminal's side must not end the training
+    lines = "".join(f"{tag}{line}\n" for line in text.splitlines())
+    # What the terminal cannot take must not end the training: a closed pipe on its side, or no terminal at all.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        encoding = stream.encoding or "utf-8"
         stream.flush()
-        stream.write("".join(f"{tag}{line}\n" for line in text.splitlines()))
+        stream.write(lines.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
 
 
@@ -29,5 +33,7 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
+        except (ValueError, AttributeError):  # it is closed already, or was never there
+            pass
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,10 +1,12 @@
 """What a run leaves: its rows, its lines, run.json and curves.png say the same, also in a resumed run."""
 
+import io
 import json
 import time
 
 import pytest
 
+from common import console
 from common.record import wording
 from common.record.clock import Clock, seconds_between_exchanges
 from tests.harness import MNIST, play, rows
@@ -95,3 +97,22 @@ def test_a_pause_within_a_pause_counts_once():
 @pytest.mark.parametrize(("exchange", "between"), [(0.0005, 1.0), (0.05, 2.5), (1.0, 5.0)])
 def test_exchanges_that_take_long_are_rarer(exchange, between):
     assert seconds_between_exchanges(exchange) == between
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_character_that_the_terminal_does_not_know_ends_nothing(encoding, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    console.say("the label \u8a00, in the file \udcff", rank=0)
+    said = written.getvalue().decode(encoding)
+    sign = "\u8a00" if encoding == "utf-8" else "\\u8a00"
+    assert said == f"[0] the label {sign}, in the file \\udcff\n"
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_a_terminal_that_is_gone_ends_nothing(stream, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed if stream else None)
+    console.say("a line")
+    console.flush()
