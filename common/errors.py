@@ -1,6 +1,7 @@
 """Errors that a person can fix: printed in one line, without a traceback, with an exit code of their own."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -25,6 +26,20 @@ class UserError(ExplainedError):
     """
 
     exit_code = 2
+
+
+def refuse_stand_in(path: Path, name: str) -> None:
+    """Raise UserError where the file is only a pointer of git-lfs, or packed. Every reader of others' files calls this
+    first: such a file reads as text, or as a damaged one. `name` is the file with its flag."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(20)
+    except OSError:
+        return  # its reader says so
+    if first.startswith(b"version https://git-"):
+        raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
+    if first.startswith(b"\x1f\x8b"):
+        raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
 
 
 class RunError(ExplainedError):

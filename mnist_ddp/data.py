@@ -8,16 +8,24 @@ import importlib.util
 import math
 import os
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, refuse_stand_in
 from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
 
 CPU = torch.device("cpu")
+FILES = {  # of MNIST and the data sets of its kind: name -> shape
+    "train-images-idx3-ubyte": (60_000, 28, 28),
+    "train-labels-idx1-ubyte": (60_000,),
+    "t10k-images-idx3-ubyte": (10_000, 28, 28),
+    "t10k-labels-idx1-ubyte": (10_000,),
+}
+MOST_NAMED = 4  # files of other names
 
 
 class Batch(NamedTuple):
@@ -96,7 +104,7 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
     except UserError:
         if not lock.exists():  # else another process may be unpacking these files at this moment
             raise
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         pass
     _download(name, kind, folder, lock)
     return _read(folder / kind / "raw")
@@ -110,35 +118,47 @@ def _download(name: str, kind: str, folder: Path, lock: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError("not writable")
+    except OSError as error:
+        problem = f"{name} is not there, and that folder cannot be written: {error}"
+        raise UserError(f"--data-dir {folder}: {problem}: {_found(folder, kind)}") from None
+    try:
         # Another run, or another node on a shared disk, may be downloading the same files at this moment.
         with FileLock(lock, timeout=3600):
             getattr(datasets, kind)(folder, train=True, download=True)  # checks MD5 sums and shows a progress bar
     except Timeout:
         raise RunError(f"{lock}: another process has been downloading for an hour: end it") from None
-    except OSError as error:
-        raise UserError(
-            f"--data-dir {folder}: {name} is not there, and that folder cannot be written: {error}"
-        ) from None
-    except RuntimeError as error:
+    except Exception as error:  # the disk, the network, and what a broken connection leaves
         raise RunError(
-            f"--data-dir {folder}: {name} is not there and could not be downloaded ({_first_line(error)}): "
-            f"put its files in {folder / kind / 'raw'}, or use --dataset digits, which needs no download"
+            f"--data-dir {folder}: {name} is not there and could not be downloaded ({_reason(error)}): "
+            f"{_found(folder, kind)}, or use --dataset digits, which needs no download"
         ) from None
+
+
+def _found(folder: Path, kind: str) -> str:
+    """Which files are missing, and where files with such names are."""
+    raw = folder / kind / "raw"
+    missing = [name for name in FILES if not (raw / name).is_file()]
+    known = {raw / name for name in FILES}
+    alike = sorted({path for depth in range(5) for path in folder.glob("*/" * depth + "*ubyte*")} - known)
+    said = f"put {', '.join(missing)} in {raw}"
+    return f"{said}: there are {', '.join(map(str, alike[:MOST_NAMED]))}: move or rename them" if alike else said
 
 
 def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Training and test part from IDX files. FileNotFoundError where there are none, UserError for damaged ones."""
-    parts = []
-    for prefix, count in (("train", 60_000), ("t10k", 10_000)):
-        images = _read_idx(raw / f"{prefix}-images-idx3-ubyte", (count, 28, 28))
-        labels = _read_idx(raw / f"{prefix}-labels-idx1-ubyte", (count,))
-        parts.append((images, labels))
-    return parts
+    """Training and test part from IDX files. FileNotFoundError where one is missing, UserError for damaged ones."""
+    images, labels, test_images, test_labels = (_read_idx(raw / name, shape) for name, shape in FILES.items())
+    return [(images, labels), (test_images, test_labels)]
 
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """The values of an IDX file: magic number, dimensions of four bytes, values. Source: yann.lecun.com/exdb/mnist"""
-    data = path.read_bytes()
+    refuse_stand_in(path, str(path))
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}: it must be a file") from None
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
     expected = len(header) + math.prod(shape)
     if len(data) != expected:
@@ -151,5 +171,6 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     return values
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _reason(error: Exception) -> str:
+    """In one line: torchvision names the file in its first line, and says why in its last."""
+    return shorten(str(error) or type(error).__name__, 300)

@@ -1,9 +1,13 @@
 """What a person gets wrong: one clear line, the right exit code, nothing half-written."""
 
+import http.client
 import sys
 
 import pytest
+import torch
 
+from common.errors import ExplainedError, RunError
+from mnist_ddp import data
 from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, run
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
@@ -108,3 +112,65 @@ def test_a_full_disk_ends_the_run_and_leaves_nothing_half_written(tmp_path):
 @pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="real MNIST is not at ../shared/data")
 def test_data_found_on_disk_need_no_network_and_no_write_permission(tmp_path):
     play(MNIST, (2,), tmp_path, "--data-dir", SHARED, "--max-steps", 1)
+
+
+# --- MNIST's files as they are found --------------------------------------------------------------------------------
+
+
+def loaded(folder, monkeypatch):
+    """What is said about the files in `folder`, where nothing can be downloaded."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz:\nTried https://a.b, got:\n<urlopen error no>")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", refuse)
+    with pytest.raises(ExplainedError) as error:
+        data.load("mnist", folder, torch.float32)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_one_file_that_is_missing_is_named_and_the_whole_reason_is_given(tmp_path, monkeypatch):
+    raw = mnist_files(tmp_path) / "MNIST" / "raw"
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    said = loaded(tmp_path, monkeypatch)
+    assert f"put t10k-labels-idx1-ubyte in {raw}, or use --dataset digits" in said
+    assert "got: <urlopen error no>" in said
+
+
+def test_files_by_other_names_are_named(tmp_path, monkeypatch):
+    raw = mnist_files(tmp_path) / "MNIST" / "raw"
+    (raw / "t10k-labels-idx1-ubyte").rename(raw / "t10k-labels.idx1-ubyte")  # as Kaggle has it
+    assert f"there are {raw / 't10k-labels.idx1-ubyte'}: move or rename them" in loaded(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("given", [".", "MNIST", "MNIST/raw"])
+def test_files_in_another_folder_are_named(given, tmp_path, monkeypatch):
+    deeper = mnist_files(tmp_path / "deeper") / "MNIST" / "raw"
+    folder = tmp_path if given == "." else tmp_path / "deeper" / given
+    assert f"there are {deeper / 't10k-images-idx3-ubyte'}, " in loaded(folder, monkeypatch)
+
+
+def test_a_data_file_that_is_a_folder_is_one_line(tmp_path, monkeypatch):
+    path = mnist_files(tmp_path) / "MNIST" / "raw" / "train-labels-idx1-ubyte"
+    path.unlink()
+    path.mkdir()
+    assert f"{path} cannot be read: Is a directory" in loaded(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("content, said", [
+    (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer and not the file itself: fetch it"),
+    (b"\x1f\x8b\x08packed", "is packed with gzip: unpack it with `gunzip`"),
+])  # fmt: skip
+def test_a_data_file_that_stands_for_another_is_not_called_damaged(content, said, tmp_path, monkeypatch):
+    folder = mnist_files(tmp_path, train_labels_idx1_ubyte=content)
+    assert said in loaded(folder, monkeypatch)
+
+
+def test_a_download_that_breaks_off_is_not_blamed_on_the_folder(tmp_path, monkeypatch):
+    def break_off(*args, **kwargs):
+        raise http.client.IncompleteRead(b"")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", break_off)
+    with pytest.raises(RunError, match=r"mnist is not there and could not be downloaded .*IncompleteRead"):
+        data.load("mnist", tmp_path, torch.float32)
