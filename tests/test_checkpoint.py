@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from common.errors import UserError
-from common.record import checkpoint
+from common.launch.layout import Layout
+from common.record import checkpoint, run_json
+from common.record.latest import latest_folder
 from tests.harness import MNIST, nodes_of, play, playing
 from tests.trainers import altered
 
@@ -162,3 +165,91 @@ def test_an_optimizer_with_a_parameter_outside_the_model_is_refused(tmp_path):
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
         assert "the part optimizer of a checkpoint trains a parameter that is not in the model" in node.output
+
+
+# --- copies of a run, and files that are not what they were --------------------------------------------------------
+
+
+def copied(tmp_path, *removed):
+    """The checkpoints of steps 1 and 2 as a copy without links has them: `latest` is a folder."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "run" / "checkpoints", step, small_net(), {})
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links, as cp -rL, scp -r and object stores do
+    folder = tmp_path / "copy" / "checkpoints"
+    for name in removed:
+        shutil.rmtree(folder / name)
+    assert not (folder / "latest").is_symlink()
+    return folder
+
+
+def test_a_run_whose_latest_is_a_folder_goes_on_and_has_a_link_again(tmp_path):
+    folder = copied(tmp_path)
+    assert checkpoint.find(tmp_path / "copy").path.name == "step-00000002"
+    checkpoint.save(folder, 3, small_net(), {})
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", *(f"step-0000000{n}" for n in (1, 2, 3))]
+    assert (folder / "latest").is_symlink() and checkpoint.latest_name(folder) == "step-00000003"
+
+
+def test_a_latest_that_is_the_only_copy_of_its_checkpoint_is_found_and_kept(tmp_path):
+    folder = copied(tmp_path, "step-00000001", "step-00000002")
+    found = checkpoint.find(tmp_path / "copy")
+    assert found.state["step"] == 2
+    checkpoint.save(folder, 3, small_net(), {})
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_a_copied_latest_stands_in_for_its_damaged_checkpoint_and_is_not_removed(tmp_path):
+    folder = copied(tmp_path)
+    (folder / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
+    assert checkpoint.find(tmp_path / "copy").path == folder / "latest"
+    checkpoint.point_latest(folder, "step-00000001")
+    assert checkpoint.find(folder / "copy-of-step-00000002").state["step"] == 2
+
+
+def test_a_link_of_a_killed_save_is_cleared_away(tmp_path):
+    (tmp_path / ".latest-99").symlink_to("step-00000001")
+    checkpoint.save(tmp_path, 1, small_net(), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+@pytest.mark.parametrize("content", [b"step-00000001\r\n", b"\xff\xfe", b""])
+def test_a_latest_that_is_a_file_is_read_whatever_is_in_it(content, tmp_path):
+    checkpoint.save(tmp_path, 1, small_net(), {})
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_bytes(content)
+    assert checkpoint.find(tmp_path).state["step"] == 1
+    assert latest_folder(tmp_path).name == "step-00000001"
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("content", [POINTER, b"\x80\x02damaged", b""])
+def test_a_training_state_that_torch_cannot_read_gets_no_advice_to_run_it(content, tmp_path):
+    found = checkpoint.find(checkpoint.save(tmp_path, 1, small_net(), {}))
+    (found.path / "training_state.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"training_state.pt cannot be read .*: copy the checkpoint again") as error:
+        found.load_training()
+    assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_pointers_says_how_to_fetch_it(tmp_path):
+    path = checkpoint.save(tmp_path, 1, small_net(), {})
+    (path / "model.safetensors").write_bytes(POINTER)
+    with pytest.raises(UserError, match=r"model.safetensors is a git-lfs pointer .*`git lfs pull`"):
+        checkpoint.find(path)
+
+
+def test_weights_that_state_json_does_not_know_and_that_are_missing_are_one_line(tmp_path):
+    found = checkpoint.find(checkpoint.save(tmp_path, 1, small_net(), {}))
+    (found.path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        found.load_model(small_net())
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"starts": 1}', "[" * 100_000])
+def test_a_run_json_of_someone_else_is_replaced(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    layout = Layout("-g 1", world_size=1, first_rank=0, local_world_size=1, init_method="env://")
+    run_json.add_start(tmp_path, layout, [], [1], {}, {}, 0)
+    assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 1

@@ -98,13 +98,13 @@ def _starts(path: Path) -> list[dict[str, Any]]:
             assert isinstance(start["layout"]["source"], str) and "commit" in start
             assert all(isinstance(start[name], dict) for name in ("versions", "facts", "flags"))
             assert start["shares"] and all(type(share) is int for share in start["shares"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         raise UserError(f"{path} is not what a run writes: correct it, or remove it to compare without it") from None
     return starts
 
 
 def _state(folder: Path) -> dict[str, Any]:
-    states = sorted(folder.glob("checkpoints/step-*/state.json"))
-    with contextlib.suppress(IndexError, OSError, ValueError):
+    states = sorted(folder.glob("checkpoints/*/state.json"))  # `latest` first, the newest step last
+    with contextlib.suppress(IndexError, OSError, ValueError, TypeError, RecursionError):
         return dict(json.loads(states[-1].read_text()))
     return {}

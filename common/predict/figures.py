@@ -13,9 +13,12 @@ from common.errors import UserError
 from common.launch import values
 from common.launch.values import UNITS
 from common.predict.step import Link
+from common.record.latest import WEIGHTS, latest_folder
 from common.record.metrics import read_metrics
 
 FIRST_STEP = 20  # of a run that counts
+# what a file that is no run's, or no doctor's, raises while its figures are looked up
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def size(text: str) -> float:
@@ -39,9 +42,13 @@ def of_run(folder: Path) -> dict[str, Any]:
     try:
         start = json.loads((folder / "run.json").read_text())["starts"][-1]
         rows = read_metrics(folder / "metrics.jsonl")
-        gradients = (folder / "checkpoints" / "latest" / "model.safetensors").stat().st_size
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"--run {folder}: {error}: name the --out-dir of a run that has ended") from None
+        gradients = (latest_folder(folder / "checkpoints") / WEIGHTS).stat().st_size
+        return _of_rows(folder, start, rows, float(gradients))
+    except BROKEN as error:
+        raise UserError(f"--run {folder}: {_reason(error)}: name the --out-dir of a run that has ended") from None
+
+
+def _of_rows(folder: Path, start: dict[str, Any], rows: list[dict[str, Any]], gradients: float) -> dict[str, Any]:
     rows = [row for row in rows if row.get("kind") == "ranks" and row["step"] >= FIRST_STEP]
     if not rows or not all(all(row["shares"]) for row in rows):
         raise UserError(
@@ -56,7 +63,7 @@ def of_run(folder: Path) -> dict[str, Any]:
         "gpus": tuple(gpus),
         "speed": tuple(median(speeds) for speeds in by_rank),
         "fixed_ms": tuple(median(ms) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)),
-        "gradients": float(gradients),
+        "gradients": gradients,
         "global_batch": sum(rows[-1]["shares"]),
     }
 
@@ -72,8 +79,14 @@ def of_doctor(file: Path) -> dict[str, Any]:
             "link": slowest_link(links),
             "measured": all_reduces_of(report["all_reduce"]),
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--doctor {file}: {error}: give what `python -m common.doctor --json` has printed") from None
+    except BROKEN as error:
+        raise UserError(
+            f"--doctor {file}: {_reason(error)}: give what `python -m common.doctor --json` has printed"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def slowest_link(links: Sequence[dict[str, Any]]) -> Link | None:

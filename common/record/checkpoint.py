@@ -25,14 +25,15 @@ from safetensors.torch import load_model, save_model
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from common.console import say
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, refuse_stand_in
 from common.launch.cli import plain
 from common.record.background import BackgroundWriter, Frozen
+from common.record.latest import STATE, WEIGHTS, by_step, is_copy, latest_name
 from common.state import Stateful, copied, fill
 
 FORMAT = 1
 REPLACED = ".writing-old-"
-WEIGHTS, TRAINING_STATE, STATE = "model.safetensors", "training_state.pt", "state.json"
+TRAINING_STATE = "training_state.pt"
 OTHER_MODEL = "its weights belong to another model"
 
 
@@ -49,7 +50,7 @@ class Checkpoint:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its last line
             raise self._refusal(f"{OTHER_MODEL}: {_last_line(error)}") from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise self._refusal(f"{WEIGHTS} cannot be read: {_last_line(error)}") from None
         if missing:
             raise self._refusal(f"{OTHER_MODEL}: it has no {sorted(missing)[0]}")
@@ -79,9 +80,9 @@ class Checkpoint:
         what such a file asks for."""
         try:
             saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0][:200]
-            raise self._refusal(f"{TRAINING_STATE} cannot be read, or is not from a training run: {first}") from None
+        except Exception as error:  # torch's own words advise to run what is in the file
+            what = f"{TRAINING_STATE} cannot be read ({type(error).__name__}), or is not from a training run"
+            raise self._refusal(f"{what}: copy the checkpoint again, or name another one") from None
         if not isinstance(saved, dict):
             raise self._refusal(f"{TRAINING_STATE} holds no parts of a run: name another checkpoint")
         return saved
@@ -161,7 +162,7 @@ def _write(
         aside.rename(target)
         _sync(folder)
         point_latest(folder, target.name)
-        others = sorted((path for path in _by_step(folder) if path != target), key=lambda path: path.stat().st_mtime)
+        others = sorted((path for path in by_step(folder) if path != target), key=lambda path: path.stat().st_mtime)
         for old in others[: max(0, len(others) + 1 - keep)] if keep else []:
             shutil.rmtree(old)
         _remove_leftovers(folder)
@@ -220,7 +221,9 @@ def find(path: Path) -> Checkpoint | None:
     _bring_back_replaced(folder)
     latest = latest_name(folder)
     # Newest first, but those newer than `latest` last: a run that went back to an earlier checkpoint has left them.
-    candidates = sorted(_by_step(folder), key=lambda path: (path.name <= latest, path.name), reverse=True)
+    candidates = sorted(by_step(folder), key=lambda path: (path.name <= latest, path.name), reverse=True)
+    if is_copy(folder / "latest"):  # a copy of that checkpoint, or all that was copied of it
+        candidates.insert(int(latest in [path.name for path in candidates]), folder / "latest")
     for candidate in candidates:
         checkpoint, damage = _check(candidate)
         if checkpoint:
@@ -241,10 +244,13 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
         for name, checksum in state["checksums"].items():
             if Path(name).name != name:
                 return None, f"{STATE} names a file of another folder"
+            refuse_stand_in(path / name, name)
             if _checksum(path / name) != checksum:
                 return None, f"the checksum of {name} is wrong"
     except FileNotFoundError as error:
         return None, f"{Path(error.filename).name} is missing"
+    except UserError as error:
+        return None, str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{STATE} cannot be read: {_last_line(error)}"
     return Checkpoint(path, state), ""
@@ -262,10 +268,6 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()
 
 
-def _by_step(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
-
-
 def _bring_back_replaced(folder: Path) -> None:
     """Restore a checkpoint that was moved aside for a new one of the same step that was never completed."""
     with contextlib.suppress(OSError):  # a folder that cannot be written is still good to read from
@@ -279,25 +281,25 @@ def _remove_leftovers(folder: Path) -> None:
     _bring_back_replaced(folder)
     for path in folder.glob(".writing-*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".latest-*"):
+        path.unlink(missing_ok=True)
 
 
 def point_latest(folder: Path, name: str) -> None:
     """Make `latest` a link to the checkpoint `name`, or a file with this name in it where the system has no links."""
-    link = folder / f".latest-{os.getpid()}"
+    link, latest = folder / f".latest-{os.getpid()}", folder / "latest"
     link.unlink(missing_ok=True)
+    if is_copy(latest):  # what the link was before the run was copied: `cp -rL`, `scp -r`, object stores
+        original = folder / (latest_name(folder) or "unknown")
+        if _check(original)[0]:
+            shutil.rmtree(latest)
+        else:
+            latest.rename(folder / f"copy-of-{original.name}" if original.exists() else original)
     try:
         link.symlink_to(name)
     except OSError:
         link.write_text(name)
-    link.replace(folder / "latest")
-
-
-def latest_name(folder: Path) -> str:
-    """The name of the checkpoint that `latest` points to, or an empty string."""
-    link = folder / "latest"
-    if link.is_symlink():
-        return link.readlink().name
-    return link.read_text() if link.is_file() else ""
+    link.replace(latest)
 
 
 def _checksum(path: Path) -> str:

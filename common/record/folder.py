@@ -8,6 +8,7 @@ from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import newest_step
+from common.record.latest import latest_folder
 
 
 def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
@@ -28,7 +29,7 @@ def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
             folder = options.out_dir or latest or _new(options.name)
             if not options.eval_only:
                 _make_writable(folder, options.resume)
-            elif options.resume == "auto" and not list(folder.glob("checkpoints/step-*")):
+            elif options.resume == "auto" and not latest_folder(folder / "checkpoints").is_dir():
                 raise UserError(
                     f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
                 )

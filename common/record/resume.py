@@ -15,7 +15,8 @@ from common.errors import UserError
 from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
-from common.record.checkpoint import Checkpoint, find, latest_name, point_latest
+from common.record.checkpoint import Checkpoint, find, point_latest
+from common.record.latest import latest_name
 from common.record.lock import lock
 from common.state import Stateful, broadcast_tree, fill
 
@@ -160,10 +161,11 @@ def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
 def _go_back_to(found: Checkpoint, folder: Path) -> None:
     """Point `latest` to the checkpoint that this run continues from. If the run is killed before its next save, newer
     checkpoints in its folder do not count."""
-    if found.path.parent.resolve() == folder.resolve() and found.path.name != latest_name(folder):
+    name = f"step-{found.state['step']:08d}"  # `latest` may be a copy of it
+    if found.path.parent.resolve() == folder.resolve() and name != latest_name(folder):
         try:
             with lock(folder.parent):  # a run that is still writing there keeps its own `latest`
-                point_latest(folder, found.path.name)
+                point_latest(folder, name)
         except OSError as error:
             raise UserError(
                 f"--resume: {folder} cannot be written: {error.strerror}", same_on_every_rank=True

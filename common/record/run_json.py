@@ -26,8 +26,8 @@ def add_start(
     """Add this start to `folder/run.json`. Raises OSError."""
     path = folder / "run.json"
     starts = []
-    with contextlib.suppress(OSError, ValueError):
-        starts = json.loads(path.read_text())["starts"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # not what a run has written
+        starts = list(json.loads(path.read_text())["starts"])
     starts.append(
         {
             "command": shlex.join([sys.executable, *sys.argv]),
