@@ -2,16 +2,19 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from bert_ddp.model import speed
+from bert_ddp.model import pretrained, speed
 from bert_ddp.pretrain import model as bert
+from common.errors import UserError
 from common.uneven.options.empty_batches import EmptyPartsApart
 from tests.harness import BERT, Node, nodes_of, play, playing, weights
+from tests.small_bert import save_model
 
 CONFIG = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 META = {"vocab_size": 90, "sequence_length": 16, "special": {"pad": 0}}
@@ -155,3 +158,58 @@ def test_weights_of_another_architecture_or_cut_in_half_are_refused_in_one_line(
     assert f"--init-from {tmp_path / 'other'}: its weights belong to another model: it has no bert." in said
     said = refused_start(phase_1, tmp_path / "half", tmp_path)
     assert f"--init-from {tmp_path / 'half'} cannot be loaded" in said
+
+
+# --- a model's files as they are found ------------------------------------------------------------------------------
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+DAMAGED = [
+    ("pytorch_model.bin", POINTER, "pytorch_model.bin is a git-lfs pointer .*`git lfs pull`"),
+    ("pytorch_model.bin", b"\x80\x02damaged", "cannot be loaded: its weights are not whole"),
+    ("model.safetensors", POINTER, "model.safetensors is a git-lfs pointer .*`git lfs pull`"),
+    ("tokenizer.json", POINTER, "tokenizer.json is a git-lfs pointer .*`git lfs pull`"),
+    ("tokenizer.json", b'{"a": 1}', "cannot be loaded: KeyError: 'added_tokens'"),
+    ("config.json", b'{"model_type": "bert", "hidden_size": "x"}', "hidden_size.*expected int, got str"),
+    ("config.json", b"[1]", "should have a `model_type` key"),
+]
+
+
+@pytest.mark.parametrize("name, content, said", DAMAGED)
+def test_what_is_wrong_with_a_model_s_file_is_one_line_without_advice_to_run_it(name, content, said, tmp_path):
+    folder = save_model(tmp_path)
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"(?i){said}") as error:
+        config = pretrained.open_config(str(folder))
+        pretrained.open_tokenizer(str(folder), config)
+        pretrained.open_model(str(folder), "fill-mask", config)
+    assert "\n" not in str(error.value) and "weights_only" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["a folder", "a file", "missing"])
+def test_a_run_whose_links_were_not_copied_is_still_a_model(layout, tmp_path):
+    step = save_model(tmp_path / "run" / "best" / "step-00000007")
+    latest = step.with_name("latest")
+    if layout == "a folder":
+        step.rename(latest)
+    elif layout == "a file":
+        latest.write_text(step.name)
+    assert (Path(pretrained.locate(str(tmp_path / "run"))) / "config.json").is_file()
+
+
+CONFIGS = ['{"num_attention_heads": 0}', '{"hidden_size": null}', '{"vocab_size": 1e400}', "[" * 100_000, "\ufeff[1]"]
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_a_config_file_that_makes_no_bert_is_one_line(text, tmp_path):
+    wanted = options(tmp_path)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json") as error:
+        bert.build(wanted, META)
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_longer_than_the_system_takes_is_one_line():
+    with pytest.raises(UserError, match=r"--model .* cannot be read: File name too long"):
+        pretrained.locate("x" * 300)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from common.errors import UserError
+from common.predict import figures
 from common.predict.step import Cluster, Link, Way, advice, all_reduce, predict, ways
 from tests.harness import MNIST, ROOT, play, run
 from tests.test_first_answer import imported
@@ -145,3 +147,18 @@ def test_the_chapter_shows_what_it_prints():
     chapter = (ROOT / "docs" / "unequal-machines.md").read_text()
     command = re.search(r"^    python (-m common\.predict -g 8,2 .*)$", chapter, re.MULTILINE)
     assert command and f"```\n{run('python', *command[1].split()).output}```\n" in chapter
+
+
+ROW = {"kind": "ranks", "step": 30, "shares": [1], "compute_ms": [2.0], "loading_ms": [0.1]}
+
+
+@pytest.mark.parametrize("change", [{"step": None}, {"shares": 3}, {"compute_ms": [0.0]}, {"compute_ms": [1.0, 2.0]}])
+def test_rows_that_no_run_has_written_are_one_line(change, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"flags": {"gpus": [1]}}]}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW | change) + "\n")
+    (tmp_path / "checkpoints" / "step-00000030").mkdir(parents=True)  # and no `latest`, as object stores leave it
+    (tmp_path / "checkpoints" / "step-00000030" / "model.safetensors").write_bytes(b"12345678")
+    with pytest.raises(UserError, match="name the --out-dir of a run that has ended"):
+        figures.of_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
+    assert figures.of_run(tmp_path)["gradients"] == 8

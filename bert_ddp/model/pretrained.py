@@ -5,16 +5,17 @@ An error is one line that names the flag.
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, reading
+from common.record.latest import latest_folder
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 # the name of each task's model in a config's `architectures`
@@ -42,10 +43,12 @@ def locate(name: str, flag: str = "--model") -> str:
     Raises UserError where a folder holds no model.
     """
     path = Path(name)
-    for inside in (".", "best/latest", "checkpoints/latest"):
-        if (path / inside / "config.json").is_file():
-            return str(path / inside)
-    if path.exists():
+    with reading(path, f"{flag} {name}"):
+        for inside in (path, latest_folder(path / "best"), latest_folder(path / "checkpoints")):
+            if (inside / "config.json").is_file():
+                return str(inside)
+        there = path.exists()
+    if there:
         raise UserError(
             f"{flag} {name} has no config.json: give a folder that transformers has saved, or a run's --out-dir"
         )
@@ -171,13 +174,25 @@ def architecture_of(kind: type[PreTrainedModel]) -> str:
     return next(base.__name__ for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
+def reason_of(error: Exception) -> str:
+    """What an error of a library says, in one line."""
+    if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to run what is in the file
+        return "its weights are not whole, or hold more than weights: copy them again, or save them as safetensors"
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    said = " ".join([first, *(line.strip() for line in rest[:1] if first.endswith(":"))])
+    return f"{type(error).__name__}: {said}" if isinstance(error, KeyError | TypeError | AttributeError) else said
+
+
 @contextlib.contextmanager
 def one_line(name: str, flag: str = "--model") -> Iterator[None]:
     """Turn the errors of transformers, which fill paragraphs, into one line that names the flag."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # of each library that reads one of its files
+        reason = reason_of(error)
         if Path(name).exists():
+            for file in sorted(Path(name).glob("*")):
+                with reading(file, f"{flag} {file}"):
+                    pass
             raise UserError(f"{flag} {name} cannot be loaded: {reason}") from None
         raise RunError(f"{flag} {name} is not a folder here, and could not be loaded from the hub: {reason}") from None

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bert_ddp.model import pretrained
 from bert_ddp.text.corpus import Corpus
-from common.errors import UserError
+from common.errors import UserError, refuse_stand_in
 
 # layers, width, heads
 PRESETS = {
@@ -155,22 +155,23 @@ def _config(options: ModelOptions, meta: dict[str, Any], init_from: str | None) 
     values["pad_token_id"] = meta["special"]["pad"]
     try:
         config = BertConfig(**values | {"attn_implementation": "sdpa"})
-        if config.hidden_size % config.num_attention_heads:
+        if config.hidden_size < 1 or config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
             raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
-    except (TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of the class that checks its values, and of values that it does not check
         raise UserError(
-            f"{init_from or options.config_file}: not a BERT config: {reason}", same_on_every_rank=True
+            f"{init_from or options.config_file}: not a BERT config: {pretrained.reason_of(error)}",
+            same_on_every_rank=True,
         ) from None
     return config
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text())
+        refuse_stand_in(file, str(file))
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}", same_on_every_rank=True) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}", same_on_every_rank=True) from None
     kind = values.get("model_type", "bert") if isinstance(values, dict) else type(values).__name__
     if kind != "bert":
