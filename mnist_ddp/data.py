@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.errors import RunError, UserError, refuse_stand_in
+from common.errors import RunError, UserError, reading
 from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
 
@@ -70,6 +70,14 @@ def load(
     train = ImageDataset(train_images, train_labels, normal, device)
     test = ImageDataset(test_images, test_labels, normal, device)
     return train, test, fingerprint(train_images, train_labels, test_images, test_labels)
+
+
+def check(train: ImageDataset, folder: Path) -> None:
+    """Raise UserError where there is nothing to learn from the training set as a whole, which is from `folder`."""
+    for what, values in (("image", train.images[:1000]), ("label", train.labels)):
+        if (values == values[0]).all() or values[0].isnan().any():  # normalised, a set of one grey level is not finite
+            problem = f"every {what} of the training set is the same: copy the files again"
+            raise UserError(f"--data-dir {folder}: {problem}", same_on_every_rank=True)
 
 
 def _normalisation(images: torch.Tensor) -> torch.Tensor:
@@ -152,13 +160,10 @@ def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """The values of an IDX file: magic number, dimensions of four bytes, values. Source: yann.lecun.com/exdb/mnist"""
-    refuse_stand_in(path, str(path))
-    try:
+    if not path.exists():
+        raise FileNotFoundError(path)
+    with reading(path, str(path)):
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(path) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}: it must be a file") from None
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
     expected = len(header) + math.prod(shape)
     if len(data) != expected:

@@ -174,3 +174,9 @@ def test_a_download_that_breaks_off_is_not_blamed_on_the_folder(tmp_path, monkey
     monkeypatch.setattr("torchvision.datasets.MNIST.download", break_off)
     with pytest.raises(RunError, match=r"mnist is not there and could not be downloaded .*IncompleteRead"):
         data.load("mnist", tmp_path, torch.float32)
+
+
+def test_a_training_set_of_black_images_is_refused_once_and_not_by_its_loss(tmp_path):
+    folder = mnist_files(tmp_path / "data")
+    said = refusal(tmp_path, "--data-dir", folder)
+    assert f"--data-dir {folder}: every image of the training set is the same: copy the files again" in said
