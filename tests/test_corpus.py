@@ -488,3 +488,119 @@ def test_a_data_set_may_hold_rows_without_text(tmp_path, monkeypatch):
     texts = ["first document", None, "second document"]
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert list(sources.documents([f"hf:{tmp_path / 'data'}"])) == ["first document", "second document"]
+
+
+# --- files as they are found ----------------------------------------------------------------------------------------
+
+WORDS = "\n".join([*vocabulary.SPECIAL, "the", "fox"])
+
+
+def vocab(tmp_path, content):
+    (tmp_path / "vocab.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return vocabulary.load(str(tmp_path / "vocab.txt"))
+
+
+@pytest.mark.parametrize(
+    "content", [f"\ufeff{WORDS}", f"{WORDS}\n\n\n", WORDS.replace("\n", "\r\n"), WORDS.replace("\n", "\r")]
+)
+def test_a_vocabulary_with_odd_ends_or_a_byte_order_mark_gives_every_word_its_line_s_number(content, tmp_path):
+    assert vocabulary.words_of(vocab(tmp_path, content)) == WORDS.split("\n")
+
+
+BAD_WORDS = [
+    (f"{WORDS}\nthe\nlast", "line 8: 'the' is on line 6 already: write another word there"),
+    (WORDS.replace("[PAD]\n", ""), "has no \\[PAD\\] .*a new line anywhere but at the end would give other words"),
+    ("\n".join(f"{word}\t{number}" for number, word in enumerate(WORDS.split())), "line 1 has several columns"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+    (b"\x1f\x8b\x08packed", "is packed with gzip"),
+]
+
+
+@pytest.mark.parametrize("content, said", BAD_WORDS)
+def test_no_advice_about_a_vocabulary_moves_its_words(content, said, tmp_path):
+    with pytest.raises(UserError, match=f"vocab.txt.*{said}"):
+        vocab(tmp_path, content)
+
+
+def test_a_vocabulary_that_is_a_pointer_in_a_folder_is_said(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"tokenizer.json is a git-lfs pointer"):
+        vocabulary.load(str(tmp_path))
+
+
+def read(tmp_path, content):
+    (tmp_path / "text.txt").write_bytes(content)
+    return list(sources.documents([str(tmp_path / "text.txt")]))
+
+
+@pytest.mark.parametrize(
+    "content", [b"a\nb\n\nc\n", b"a\r\nb\r\n\r\nc", b"a\rb\r\rc\r", b"a\r\r\nb\r\r\n\r\r\nc\n\n\n"]
+)
+def test_text_has_the_same_documents_whatever_ends_its_lines(content, tmp_path):
+    assert read(tmp_path, content) == ["a\nb", "c"]
+
+
+def test_a_text_that_is_only_a_pointer_is_not_trained_on(tmp_path):
+    with pytest.raises(UserError, match=r"--corpus .*text.txt is a git-lfs pointer"):
+        read(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
+def test_a_name_longer_than_the_system_takes_is_one_line():
+    with pytest.raises(UserError, match=r"--corpus x+ cannot be read: File name too long"):
+        sources.find_files(["x" * 300])
+    with pytest.raises(UserError, match=r"--vocab x+ cannot be read: File name too long"):
+        vocabulary.load("x" * 300)
+
+
+def test_text_in_a_language_that_the_vocabulary_lacks_is_refused(folder, tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary.SPECIAL, "\u4e2d", "\u6587"]))
+    with pytest.raises(UserError, match=r"--vocab .*vocab.txt has no word of --corpus .*text.txt"):
+        load(folder, "--sequence-length", 16, "--vocab", tmp_path / "vocab.txt")
+
+
+def said_of(capsys):
+    return [line.removeprefix("note: ") for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+
+def test_what_is_odd_about_text_as_a_whole_is_said_in_one_line_each(folder, tmp_path, capsys):
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary.SPECIAL, *TEXT.split()[:6]]))
+    (tmp_path / "text.csv").write_text((folder / "text.txt").read_text())
+    both = ("--corpus", tmp_path / "text.csv", "--held-out-corpus", tmp_path / "text.csv")
+    load(tmp_path, *both, "--sequence-length", 16, "--vocab", tmp_path / "vocab.txt")
+    first, second, third = said_of(capsys)
+    assert "text.csv is trained on and held out" in first
+    assert "text.csv is read as plain text, with all its marks" in second
+    assert re.search(r"\d\d% of the words of .*text.csv are not in the vocabulary", third)
+
+
+def test_nothing_is_odd_about_usual_text(folder, tmp_path, capsys):
+    load(folder, "--sequence-length", 16, "--vocab-size", 300, "--cache-dir", tmp_path)
+    assert said_of(capsys) == []
+
+
+def test_shards_of_another_vocabulary_and_labels_that_teach_nothing_are_said(tmp_path, capsys):
+    write_shard(tmp_path / "shards" / "a.hdf5")
+    load_shards(tmp_path, "--objective", "mlm+nsp")
+    _, first, second = said_of(capsys)
+    assert first.startswith(f"8 rows of {tmp_path / 'shards'} do not begin with [CLS]: is --vocab the one")
+    assert second.startswith(f"every row of {tmp_path / 'shards'} has the same next_sentence_labels: ")
+
+
+def test_a_row_without_a_token_is_named(tmp_path):
+    empty = {"input_mask": np.zeros((4, 16), "i4"), "masked_lm_positions": np.zeros((4, 3), "i4")}
+    write_shard(tmp_path / "shards" / "a.hdf5", **empty)
+    with pytest.raises(UserError, match=r"a.hdf5, row 0: input_mask says that it holds no token"):
+        load_shards(tmp_path)
+
+
+def test_a_shard_with_damaged_rows_is_one_line(tmp_path):
+    write_shard(tmp_path / "shards" / "a.hdf5", rows=400)
+    with h5py.File(tmp_path / "shards" / "a.hdf5", "r+") as shard:
+        del shard["segment_ids"]
+        shard.create_dataset("segment_ids", data=np.zeros((400, 16), "i4"), compression="gzip", chunks=(400, 16))
+        at = shard["segment_ids"].id.get_chunk_info(0).byte_offset
+    content = bytearray((tmp_path / "shards" / "a.hdf5").read_bytes())
+    content[at : at + 8] = b"damaged!"
+    (tmp_path / "shards" / "a.hdf5").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.hdf5 is not a whole HDF5 file"):
+        load_shards(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from hashlib import blake2b
@@ -22,6 +23,7 @@ from common.console import say
 from common.errors import UserError
 
 PARTS = ("train", "held_out")
+MANY_UNKNOWN = 0.2  # part of the words
 
 
 def build(folder: Path, settings: Settings, rank: int | None = None) -> None:
@@ -32,13 +34,15 @@ def build(folder: Path, settings: Settings, rank: int | None = None) -> None:
     aside.mkdir()
     try:
         say(f"making token rows of {' '.join(settings.corpus)} in {folder}, once", rank)
-        _build_in(aside, settings)
+        for odd in _build_in(aside, settings):
+            say(f"note: {odd}", rank)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _build_in(folder: Path, settings: Settings) -> None:
+def _build_in(folder: Path, settings: Settings) -> list[str]:
+    """Returns what is odd about the corpus as a whole."""
     tokenizer = _tokenizer(settings)
     tokenizer.save_pretrained(folder / "tokenizer")
     words = vocabulary.words_of(tokenizer)
@@ -49,11 +53,12 @@ def _build_in(folder: Path, settings: Settings) -> None:
     else:
         pieces = rows_of_text(settings, tokenizer, special)
     digest = blake2b("\n".join(words).encode(), digest_size=8)
-    writers, counts = _write_tables(folder, pieces, len(words), digest)
+    begins: Counter[int] = Counter()
+    labels: Counter[int] = Counter()
+    writers, counts = _write_tables(folder, _noted(pieces, begins, labels), len(words), digest)
     _check_not_empty(writers, settings)
     counts[[number for name, number in special.items() if name != "unk"]] = 0
-    if not counts.any():
-        raise UserError(f"--corpus {' '.join(settings.corpus)} holds no words, only special tokens: give text")
+    unknown = _check_words(counts, special["unk"], settings)
     meta = {
         "sequence_length": writers["train"].length,
         "vocab_size": len(words),
@@ -66,6 +71,43 @@ def _build_in(folder: Path, settings: Settings) -> None:
         "settings": asdict(settings),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    return [*_odd(settings, unknown, begins, labels, special["cls"])]
+
+
+def _check_words(counts: np.ndarray, unk: int, settings: Settings) -> float:
+    """The part of the words that the vocabulary lacks. Raises UserError where there is no word that it has."""
+    names = " ".join(settings.corpus)
+    if not counts.any():
+        raise UserError(f"--corpus {names} holds no words, only special tokens: give text")
+    unknown = float(counts[unk] / counts.sum())
+    if unknown == 1:
+        raise UserError(
+            f"--vocab {settings.vocab} has no word of --corpus {names}: give the vocabulary of its language"
+        )
+    return unknown
+
+
+def _noted(
+    pieces: Iterator[tuple[str, Rows]], begins: Counter[int], labels: Counter[int]
+) -> Iterator[tuple[str, Rows]]:
+    """These pieces; the first token of each row is counted in `begins`, its next sentence label in `labels`."""
+    for part, rows in pieces:
+        begins.update(rows["input_ids"][:, 0].tolist())
+        labels.update(rows["next_label"].tolist())
+        yield part, rows
+
+
+def _odd(settings: Settings, unknown: float, begins: Counter[int], labels: Counter[int], cls: int) -> Iterator[str]:
+    """What is odd about the corpus as a whole, in one line each."""
+    corpus, held_out = ([Path(path) for path, *_ in files] for files in settings.files.values())
+    yield from sources.odd_files(corpus, held_out)
+    names = " ".join(settings.corpus)
+    if unknown > MANY_UNKNOWN:
+        yield f"{unknown:.0%} of the words of {names} are not in the vocabulary: is it the right one?"
+    if wrong := begins.total() - begins[cls]:
+        yield f"{wrong:,} rows of {names} do not begin with [CLS]: is --vocab the one that they were made with?"
+    if settings.shards and settings.objective == "mlm+nsp" and len(labels) == 1:
+        yield f"every row of {names} has the same next_sentence_labels: --objective mlm+nsp learns nothing from them"
 
 
 def _write_tables(

@@ -56,7 +56,8 @@ class Corpus:
     def write_vocab(self, path: Path) -> None:
         """Write the vocabulary as a vocab.txt, one word a line, with the words that were added to a tokenizer."""
         words = vocabulary.words_of(AutoTokenizer.from_pretrained(self.tokenizer_folder))
-        path.write_text("".join(f"{word or f'[unused-{number}]'}\n" for number, word in enumerate(words)))
+        lines = (f"{word or f'[unused-{number}]'}\n" for number, word in enumerate(words))
+        path.write_text("".join(lines), encoding="utf-8")
 
     def describe(self) -> str:
         """One line for the log: rows, their length, words, entropy."""

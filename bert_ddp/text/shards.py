@@ -19,7 +19,7 @@ import numpy as np
 from bert_ddp.text.progress import bar
 from bert_ddp.text.settings import Settings
 from bert_ddp.text.table import Rows, columns, unmask
-from common.errors import UserError
+from common.errors import UserError, reading
 
 MATRICES = ("input_ids", "input_mask", "segment_ids")
 MASKS = ("masked_lm_positions", "masked_lm_ids")
@@ -80,9 +80,11 @@ def _shape(path: Path) -> tuple[int, int]:
 @contextmanager
 def _open(path: Path) -> Iterator[h5py.File]:
     try:
+        with reading(path, f"--corpus {path}"):
+            pass
         with h5py.File(path) as shard:
             yield shard
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # a damaged file breaks where it is read
         raise UserError(f"--corpus {path} is not a whole HDF5 file: {str(error).splitlines()[0]}") from None
 
 
@@ -152,6 +154,7 @@ def _mistakes(
     yield ((mask == 1) != (place < length[:, None])).any(axis=1), "input_mask is not ones and then zeros"
     yield (listed & (positions >= length[:, None])).any(axis=1), f"{MASKS[0]} points beyond the row's end"
     yield (listed & (positions < 0)).any(axis=1), f"{MASKS[0]} holds a negative position"
+    yield length < 1, "input_mask says that it holds no token"
     expected = (place >= second[:, None]) & (place < length[:, None])
     wrong = ((segments == 1) != expected).any(axis=1) | (segments > 1).any(axis=1)
     yield wrong, "segment_ids is not zeros, ones, zeros"

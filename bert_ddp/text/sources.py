@@ -5,15 +5,18 @@ A *document* is a block of lines between blank lines. Text is read in UTF-8, lin
 
 import codecs
 import glob
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, reading
 
 PYTHON_DOCS = "python-docs"
 HDF5_SUFFIXES = (".hdf5", ".h5")
 LONGEST_DOCUMENT = 1 << 20  # characters; a longer block is cut, so that memory stays bounded
 ROWS_TO_LOOK_AT = 1000
+LONE_CR = re.compile(r"\r(?!\r*(?:\n|$))")  # ends a line in files of old Macs
+STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
 
 
 def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
@@ -26,12 +29,14 @@ def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
         if is_no_file(name):
             continue
         path = Path(name)
-        if path.is_dir():
-            found = [file for file in path.rglob("*") if file.suffix in (".txt", *HDF5_SUFFIXES) and file.is_file()]
-        elif path.is_file():
-            found = [path]
-        else:
-            found = [Path(match) for match in glob.glob(name, recursive=True) if Path(match).is_file()]  # noqa: PTH207
+        with reading(path, f"{flag} {name}"):
+            if path.is_dir():
+                found = [file for file in path.rglob("*") if file.suffix in (".txt", *HDF5_SUFFIXES) and file.is_file()]
+            elif path.is_file():
+                found = [path]
+            else:
+                matches = glob.glob(name, recursive=True)  # noqa: PTH207
+                found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
             raise UserError(
                 f"{flag} {name} names no file: give a file, a folder with .txt or .hdf5 files below it, a glob in "
@@ -39,6 +44,15 @@ def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
             )
         files += sorted(found)
     return files
+
+
+def odd_files(corpus: Iterable[Path], held_out: Iterable[Path]) -> Iterator[str]:
+    """What is odd about the files as a whole, in one line each."""
+    corpus, held_out = list(corpus), list(held_out)
+    if both := [file for file in corpus if file in held_out]:
+        yield f"{both[0]} is trained on and held out: its evaluation says nothing about other text"
+    if structured := [file for file in (*corpus, *held_out) if file.suffix in STRUCTURED]:
+        yield f"{structured[0]} is read as plain text, with all its marks: hf:FOLDER reads a column `text`"
 
 
 def data_set_files(corpus: Iterable[str]) -> list[Path]:
@@ -105,23 +119,20 @@ def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder(
         "utf-8"
     )()  # the limit may cut a character in two: the decoder keeps its first part
-    try:
-        with file.open("rb") as stream:
-            number = 1
-            while piece := stream.readline(LONGEST_DOCUMENT):
-                advance(len(piece))
-                try:
-                    text = decoder.decode(piece)
-                except UnicodeDecodeError:
-                    raise UserError(wrong.format(number)) from None
-                if "\0" in text:
-                    raise UserError(wrong.format(number))
-                yield text
-                number += piece.endswith(b"\n")
-            if decoder.getstate()[0]:
+    with reading(file, f"--corpus {file}"), file.open("rb") as stream:
+        number = 1
+        while piece := stream.readline(LONGEST_DOCUMENT):
+            advance(len(piece))
+            try:
+                text = decoder.decode(piece)
+            except UnicodeDecodeError:
+                raise UserError(wrong.format(number)) from None
+            if "\0" in text:
                 raise UserError(wrong.format(number))
-    except OSError as error:
-        raise UserError(f"--corpus {file} cannot be read: {error.strerror}") from None
+            yield from LONE_CR.split(text)
+            number += piece.endswith(b"\n")
+        if decoder.getstate()[0]:
+            raise UserError(wrong.format(number))
 
 
 def _python_docs() -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The vocabulary: from a `vocab.txt`, a tokenizer's folder or name, or trained on the corpus."""
 
+import codecs
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from tokenizers.trainers import WordPieceTrainer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from common.errors import UserError
+from common.errors import UserError, reading
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ALPHABET = 1000  # the most frequent characters; words with others become [UNK]
@@ -18,11 +19,15 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
 
     Raises UserError where there is none, or where it lacks a special token that BERT needs.
     """
-    if Path(name).is_file():
-        return from_words(_read_words(Path(name)), lowercase)
+    with reading(Path(name), f"--vocab {name}"):
+        if Path(name).is_file():
+            return from_words(_read_words(Path(name)), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network, the hub and its client raise many kinds
+        for file in Path(name).glob("*"):
+            with reading(file, f"--vocab {file}"):
+                pass
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(
             f"--vocab {name} is not a file, a tokenizer's folder or a name on the hub ({reason}): "
@@ -41,20 +46,32 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
 
 
 def _read_words(path: Path) -> list[str]:
+    """The words of a vocab.txt. The number of a word's line is its id, so no advice here moves a line."""
     words: list[str] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    with reading(path, f"--vocab {path}"):
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()  # blank lines at the end are no words
+    for number, line in enumerate(data.splitlines(), start=1):
         try:
             word = line.decode().strip()
         except UnicodeDecodeError:
             raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
         if word in seen:
-            raise UserError(f"--vocab {path}, line {number}: {word!r} is on line {seen[word]} already: keep one")
+            raise UserError(
+                f"--vocab {path}, line {number}: {word!r} is on line {seen[word]} already: write another word there, "
+                f"such as [unused{number}]: without the line, all later words would have other numbers"
+            )
         seen[word] = number
         words.append(word)
+    spaced = [number for number, word in enumerate(words, start=1) if len(word.split()) > 1]
+    if len(spaced) > len(words) / 2:
+        raise UserError(f"--vocab {path}, line {spaced[0]} has several columns or words: give one word a line")
     for token in SPECIAL:
         if token not in seen:
-            raise UserError(f"--vocab {path} has no {token} on any of its {len(words)} lines: add it, one word a line")
+            raise UserError(
+                f"--vocab {path} has no {token} on any of its {len(words)} lines: give a vocabulary that was made for "
+                "BERT; a new line anywhere but at the end would give other words other numbers"
+            )
     return words
 
 
