@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from common.errors import RunError, UserError
 from common.uneven.options.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from common.uneven.plan import plan_batches
 from tests.harness import SHARED
-from tests.small_bert import save_conll, save_model, save_ner, sentences
+from tests.small_bert import save_classes, save_conll, save_model, save_ner, sentences
 
 
 @pytest.fixture(scope="module")
@@ -338,3 +339,197 @@ def test_changed_shares_count_from_their_step_on(lengths):
         before, after, found = (list(sampler) for sampler in samplers)
         assert before != after
         assert found == before[: 7 - 5 * epoch] + after[7 - 5 * epoch :]
+
+
+# --- sets as a whole ---------------------------------------------------------------------------------------------
+
+
+def conll(*sentences, columns="{word} {tag}"):
+    """A CoNLL text of sentences such as "anna/B-person went/O"."""
+    blocks = []
+    for words in sentences:
+        pairs = [pair.rpartition("/") for pair in words.split()]
+        lines = [columns.format(number=n, word=word, tag=tag) for n, (word, _, tag) in enumerate(pairs, start=1)]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+SET = ("anna/B-person went/O to/O rome/B-place", "ben/B-person came/O")
+WRONG_AS_A_WHOLE = [
+    ("a.conll", conll(*SET, columns="{number}\t{word}\t{tag}"), "line 1: the first column numbers the words"),
+    ("a.conll", conll(*SET, columns="s1 {word} {tag}"), "line 1: the first column is the same in all lines"),
+    ("a.conll", conll(*SET, columns="0-{number} {word} {tag}"), "line 1: no word of the training data has a letter"),
+    ("a.conll", conll("anna/O went/O", "ben/O"), "every word of the training data has the label O"),
+    ("a.jsonl", '{"tokens": ["anna", "went"], "tags": ["O", "O"]}', "every word of the training data has the label O"),
+    ("a.conll", "anna B-person\rwent O\r", "line 1: there is a CR within the line"),
+    ("a.conll", "anna O\nben B-person\rwent O\n", "line 2: there is a CR within the line"),
+    ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\r{"tokens": ["b"], "tags": ["O"]}', "line 1: there is a CR within"),
+    ("a.jsonl", '{"tokens": [["a"]], "tags": ["O"]}', "line 1: the word ['a'] is not text"),
+    ("a.jsonl", '{"tokens": [null], "tags": ["O"]}', "line 1: the word None is not text"),
+    ("a.jsonl", '{"tokens": ["a"], "tags": [["O"]]}', "line 1: the label \"['O']\" is not an entity tag"),
+    ("a.conll", "\tB-person\nwent\tO\n", "line 1: the label 'B-person' has no word"),
+    ("a.jsonl", "[" * 100_000, "line 1: this is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRONG_AS_A_WHOLE)
+def test_tagged_words_that_are_wrong_as_a_whole_are_refused(name, text, said, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        read_sentences(str(tmp_path / name), "train")
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def table(*rows, header="text,label"):
+    return "\n".join([header, *rows]) + "\n"
+
+
+def many(form, count=30):
+    return [form.format(n=number, odd=number % 2) for number in range(count)]
+
+
+WRONG_TEXTS = [
+    ("a.jsonl", '{"text": "a", "label": ["x", "y"]}', "line 1: the label ['x', 'y'] is not one class (column label)"),
+    ("a.jsonl", '{"text": "a", "label": {"x": 1}}', "line 1: the label {'x': 1} is not one class"),
+    ("a.jsonl", '{"text": "a", "label": 3.8}', "line 1: the label 3.8 is not one class"),
+    ("a.jsonl", '{"text": "a", "label": NaN}', "line 1: the label is missing"),
+    ("a.csv", table("a, "), "line 2: the label is missing"),
+    ("a.csv", table(*many("text {n},{n}")), "each of the 30 examples has a label of its own (column label)"),
+    ("a.csv", table(*many("same,{odd}")), "all 30 texts are the same (column text)"),
+    ("a.csv", table(" ,x", ",y"), "every text is blank (column text)"),
+    ("a.csv", table("a;x", header="text;label"), "among text;label: a .csv has commas between its columns"),
+    ("a.tsv", table("a,x"), "among text,label: a .csv has commas between its columns, a .tsv tabs"),
+    ("a.csv", table("one,x", header="a film,good"), "the first line of a table names its columns"),
+    ("a.csv", table("a,b,x", header="text,text,label"), "line 1: two columns are called 'text': rename one"),
+    ("a.csv", "text,label\ra,x\rb,y\r", "there is a CR within the line"),
+    ("a.jsonl", '{"text": "a", "label": 1}\r{"text": "b", "label": 0}\r', "line 1: there is a CR within the line"),
+    ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRONG_TEXTS)
+def test_labelled_texts_that_are_wrong_as_a_whole_are_refused(name, text, said, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        read_texts(str(tmp_path / name), "train", None, None)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r\r\n"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("name", ["a.conll", "a.csv", "a.jsonl"])
+def test_line_ends_trailing_blank_lines_and_a_byte_order_mark_change_no_example(name, mark, end, tmp_path):
+    text = {"a.conll": conll(*SET), "a.csv": table("a,x", "b,y"), "a.jsonl": '{"text": "a", "label": "x"}\n'}[name]
+    text, read = text + "\n\n", read_sentences if name == "a.conll" else read_texts
+    flags = () if name == "a.conll" else (None, None)
+    found = []
+    for content in (text, mark + text.replace("\n", end)):
+        (tmp_path / name).write_bytes(content.encode())
+        found.append(read(str(tmp_path / name), "train", *flags))
+    assert found[0] == found[1]
+
+
+ODD_BUT_RIGHT = [
+    ("dev", conll("anna/O went/O", "ben/O")),  # no entity, where none is to be learnt
+    ("dev", conll("1/O 2/O 4/O")),
+    ("train", conll("7/O anna/I-person 8/O", "9/O")),
+    ("train", conll(*SET, columns="{word} x y {tag}")),
+    ("test", conll("2020/O")),
+]
+
+
+@pytest.mark.parametrize(("role", "text"), ODD_BUT_RIGHT)
+def test_tagged_words_that_are_odd_but_right_are_read(role, text, tmp_path):
+    assert read_sentences(str(write(tmp_path / "a.conll", text)), role)
+
+
+def test_a_text_longer_than_csv_allows_by_itself_is_read(tmp_path):
+    path = write(tmp_path / "a.csv", table(f"{'word ' * 100_000},x", "b,y"))
+    assert len(read_texts(str(path), "train", None, None)[0].text) == 500_000
+
+
+def test_labels_have_no_spaces_around_them(tmp_path):
+    path = write(tmp_path / "a.csv", table("a, x", "b,x ", "c,y"))
+    assert [text.label for text in read_texts(str(path), "train", None, None)] == ["x", "x", "y"]
+
+
+def test_a_data_file_that_is_a_folder_is_one_line(tmp_path):
+    for name, read in (("a.conll", read_sentences), ("a.csv", lambda *given: read_texts(*given, None, None))):
+        (tmp_path / name).mkdir()
+        with pytest.raises(UserError, match=f"{name} cannot be read: Is a directory"):
+            read(str(tmp_path / name), "train")
+
+
+def test_a_name_longer_than_the_system_takes_is_one_line():
+    with pytest.raises(UserError, match=r"--data x+ cannot be read: File name too long"):
+        find_sources(DataOptions("ner", "x" * 300))
+
+
+def notes(tmp_path, tokenizer, task, **files):
+    for name, text in files.items():
+        write(tmp_path / name.replace("__", "."), text)
+    return data.load(DataOptions(task, str(tmp_path)), tokenizer, 32).notes
+
+
+def test_nothing_is_odd_about_usual_sets(tmp_path, tokenizer):
+    assert data.load(DataOptions("ner", str(save_ner(tmp_path / "ner"))), tokenizer, 32).notes == []
+    assert data.load(DataOptions("classify", str(save_classes(tmp_path / "texts"))), tokenizer, 64).notes == []
+
+
+TWELVE = conll(*["anna/B-person went/O to/O rome/B-place"] * 12)
+ODD_WORDS = [
+    (TWELVE, TWELVE, "all 12 dev examples are in the training data too"),
+    (TWELVE, conll("anna/B-person went/O", *["ben/O"] * 3).replace("\n", "\n\n"), ""),
+    (TWELVE, conll(*["ben/O went/O"] * 11), "every dev label is O"),
+    (conll(" ".join(SET * 5)), conll("ben/O"), "train.conll is one sentence of 30 words"),
+    (TWELVE.replace("\n", "\n\n"), conll("ben/O"), "train.conll: every sentence has one word"),
+    (TWELVE + "\nnew york B-place\n", conll("ben/O"), "line 61 has 3 columns, most lines have 2"),
+    (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case alone: B-person, B-Person"),
+    (TWELVE, conll("\u4e2d\u6587/O \u4e2d/O"), "100% of its tokens are not in the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("train", "dev", "said"), ODD_WORDS)
+def test_what_is_odd_about_tagged_words_as_a_whole_is_said_in_one_line(train, dev, said, tmp_path, tokenizer):
+    found = notes(tmp_path, tokenizer, "ner", train__conll=train, dev__conll=dev)
+    assert [said in note for note in found] == [True] * bool(said), found
+
+
+ODD_TEXTS = [
+    (table(*many("text {n},{odd}"), ",1"), "line 32: the text is blank, as in 1 of 31 examples"),
+    (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
+    (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case alone: x1, X1"),
+    (table(*many("text {n},x{odd}"), "a,['x1']"), "a label is ['x1']: a list of labels counts as one class"),
+]
+
+
+@pytest.mark.parametrize(("train", "said"), ODD_TEXTS)
+def test_what_is_odd_about_labelled_texts_as_a_whole_is_said_in_one_line(train, said, tmp_path, tokenizer):
+    dev = table(train.splitlines()[1])
+    (note,) = notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev)
+    assert said in note
+
+
+def test_a_set_in_a_language_that_the_model_lacks_is_refused(tmp_path, tokenizer):
+    with pytest.raises(UserError, match=r"train.conll: the vocabulary of --model has no word of it"):
+        notes(tmp_path, tokenizer, "ner", train__conll=conll("\u4e2d/O \u6587/B-x"), dev__conll=conll("a/O"))
+
+
+def test_a_file_of_a_role_that_is_not_read_is_named(tmp_path, tokenizer):
+    other = '{"tokens": ["ben"], "tags": ["O"]}'
+    found = notes(tmp_path, tokenizer, "ner", train__conll=TWELVE, train__jsonl=other, dev__conll=conll("ben/O"))
+    unread = f"{tmp_path / 'train.conll'} is the train data, and {tmp_path / 'train.jsonl'} is not read"
+    assert found == [f"{unread}: --train names another"]
+
+
+def test_of_two_files_of_a_role_the_one_that_the_task_reads_is_taken(tmp_path):
+    write(tmp_path / "train.conll", "")
+    write(tmp_path / "train.csv", "")
+    for task, name in (("ner", "train.conll"), ("classify", "train.csv")):
+        assert find_sources(DataOptions(task, str(tmp_path)))["train"] == str(tmp_path / name)
+
+
+def test_one_file_for_two_roles_is_said(tmp_path, tokenizer):
+    path = str(write(tmp_path / "a.conll", TWELVE))
+    found = data.load(DataOptions("ner", None, {"train": path, "dev": path}), tokenizer, 32).notes
+    assert f"{path} is both the training and the dev data: the scores say little" in found

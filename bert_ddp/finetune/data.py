@@ -1,16 +1,27 @@
 """Read the data of fine-tuning: from the flags to tokenized training and held-out rows."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from bert_ddp.finetune import whole
 from bert_ddp.finetune.encoding import LabelledRows, encode_sentences, encode_texts
 from bert_ddp.finetune.examples import Sentence, Text, check_labels, label_names
 from bert_ddp.finetune.rows import Rows
-from bert_ddp.finetune.sources import DataOptions, find_sources, has_unlabelled_test, read_sentences, read_texts
+from bert_ddp.finetune.sources import (
+    DataOptions,
+    find_sources,
+    has_unlabelled_test,
+    odd_files,
+    read_sentences,
+    read_texts,
+)
 from common.errors import UserError
+
+MANY_UNKNOWN = 0.3  # part of a set's tokens
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,11 @@ def load(options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int) 
     if has_unlabelled_test(options, sources):
         notes.append(f"{sources.pop('test')}: its test split has no labels and is left out: --test names another")
     if options.task == "ner":
-        names, sets = _load_sentences(sources, tokenizer, length)
+        names, sets = _load_sentences(sources, tokenizer, length, notes)
     else:
-        names, sets = _load_texts(sources, options, tokenizer, length)
+        names, sets = _load_texts(sources, options, tokenizer, length, notes)
+    notes += odd_files(options, sources)
+    notes += _odd_words(sets, sources, tokenizer)
     if cut := [f"{some.cut:,} of {len(some.gold):,} {role}" for role, some in sets.items() if some.cut]:
         notes.append(f"texts cut to {length} tokens: {', '.join(cut)}: a larger --max-length reads more of them")
     counts = " + ".join(f"{len(some.gold):,} {role}" for role, some in sets.items())
@@ -49,24 +62,45 @@ def load(options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int) 
     return TaskData(train, sets, names, _fingerprint(train, names, sets), facts, notes)
 
 
+def _odd_words(
+    sets: Mapping[str, LabelledRows], sources: Mapping[str, str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
+    """A line for each set of which the model's vocabulary lacks many words. Raises UserError where it has none."""
+    for role, some in sets.items():
+        words = int((~np.isin(some.rows.tokens, (tokenizer.cls_token_id, tokenizer.sep_token_id))).sum())
+        unknown = int((some.rows.tokens == tokenizer.unk_token_id).sum())
+        if role == "train" and unknown == words:
+            raise UserError(
+                f"{sources[role]}: the vocabulary of --model has no word of it: give a model of its language"
+            )
+        if unknown > MANY_UNKNOWN * words:
+            yield f"{sources[role]}: {unknown / words:.0%} of its tokens are not in the vocabulary of --model"
+
+
 def _load_sentences(
-    sources: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, length: int
+    sources: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, length: int, notes: list[str]
 ) -> tuple[list[str], dict[str, LabelledRows]]:
     examples: dict[str, list[Sentence]] = {role: read_sentences(source, role) for role, source in sources.items()}
     names = label_names(examples["train"])
     for some in examples.values():
         check_labels(some, names)
+    notes += whole.odd(examples, sources)
     return names, {role: encode_sentences(some, names, tokenizer, length) for role, some in examples.items()}
 
 
 def _load_texts(
-    sources: Mapping[str, str], options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int
+    sources: Mapping[str, str],
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    notes: list[str],
 ) -> tuple[list[str], dict[str, LabelledRows]]:
     columns = options.text_columns, options.label_column
     examples: dict[str, list[Text]] = {role: read_texts(source, role, *columns) for role, source in sources.items()}
     names = label_names(examples["train"])
     for some in examples.values():
         check_labels(some, names)
+    notes += whole.odd(examples, sources)
     return names, {role: encode_texts(some, names, tokenizer, length) for role, some in examples.items()}
 
 

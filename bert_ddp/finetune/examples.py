@@ -1,7 +1,7 @@
 """Labelled examples as they are read, before they are tokenized, and the names of their labels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import UserError
 
@@ -15,6 +15,7 @@ class Sentence:
     words: list[str]
     tags: list[str]
     places: list[str]  # of each word, for errors: "train.conll, line 7"
+    columns: list[int] = field(default_factory=list)  # of each word's line, where it has a line of its own
 
     @property
     def labels(self) -> list[tuple[str, str]]:

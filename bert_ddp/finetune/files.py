@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bert_ddp.finetune.examples import Sentence
-from common.errors import UserError
+from common.errors import UserError, reading
 
 CONLL = (".conll", ".txt", ".bio", ".iob")
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".json", ".jsonl")
+LONGEST_FIELD = 1 << 30  # characters; csv's own limit is that of a short document
+CR_ENDS = r"there is a CR within the line: line ends must be LF or CR LF: convert them with `tr '\r' '\n'`"
 
 
 def read_conll(path: Path) -> Iterator[Sentence]:
@@ -22,26 +24,26 @@ def read_conll(path: Path) -> Iterator[Sentence]:
     Tabs separate the columns of a line that has one, spaces those of other lines. `-DOCSTART-` lines, as CoNLL-2003
     has them, are left out. Raises UserError for a line without a label, or with one that is not an entity tag.
     """
-    words: list[str] = []
-    tags: list[str] = []
-    places: list[str] = []
+    lines: list[tuple[str, str, str, int]] = []  # word, tag, place, columns
     for number, line in _lines(path):
+        if "\r" in line:
+            raise UserError(f"{path}, line {number}: {CR_ENDS}")
         fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
         if not any(fields) or fields[0] == "-DOCSTART-":
-            if words:
-                yield Sentence(words, tags, places)
-                words, tags, places = [], [], []
+            if lines:
+                yield Sentence(*map(list, zip(*lines, strict=True)))
+                lines = []
             continue
         place = f"{path}, line {number}"
+        if not fields[0]:
+            raise UserError(f"{place}: the label {fields[-1]!r} has no word: write a word and its label")
         if len(fields) < 2 or not fields[-1]:
             raise UserError(
                 f"{place}: {fields[0]!r} has no label: write a word and its label, such as `Berlin B-location`"
             )
-        words.append(fields[0])
-        tags.append(checked_tag(fields[-1], place))
-        places.append(place)
-    if words:
-        yield Sentence(words, tags, places)
+        lines.append((fields[0], checked_tag(fields[-1], place), place, len(fields)))
+    if lines:
+        yield Sentence(*map(list, zip(*lines, strict=True)))
 
 
 def checked_tag(tag: str, place: str) -> str:
@@ -58,11 +60,15 @@ def read_records(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
     lines = (line + "\n" for _, line in _lines(path))
+    csv.field_size_limit(LONGEST_FIELD)
     if path.suffix == ".tsv":  # as GLUE's files are: a quote is a character like any other
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
         reader = csv.DictReader(lines, strict=True)
     try:
+        names = [name for name in reader.fieldnames or () if name]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{path}, line 1: two columns are called {twice[0]!r}: rename one")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
@@ -70,7 +76,8 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
                 raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames or ())}")
             yield place, row
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: {error}") from None
+        reason = CR_ENDS if "new-line" in str(error) else error
+        raise UserError(f"{path}, line {reader.line_num}: {reason}") from None
 
 
 def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
@@ -79,8 +86,9 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: this is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}"
+            raise UserError(f"{path}, line {number}: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: this is not a JSON object: write one for each line")
         yield f"{path}, line {number}", row
@@ -90,12 +98,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line) of a UTF-8 text file. Raises UserError where it is not one."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with reading(path, str(path)), path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if b"\0" in line:
                     raise UserError(f"{path}, line {number}: this is not a text file")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, line {number}: this is not UTF-8 text ({error.reason}): convert it first") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None

@@ -64,12 +64,12 @@ def _open(source: str) -> "datasets.DatasetDict":
     name, _, config = source.removeprefix("hf:").partition(",")
     try:
         return datasets.load_dataset(name, config or None)
-    except (ConnectionError, TimeoutError, OSError) as error:
+    except OSError as error:
         raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
     except DatasetsError as error:  # its later lines, or its cause, say what was wrong
         text = str(error) if "\n" in str(error) or not error.__cause__ else f"{error}: {error.__cause__}"
         raise UserError(f"{source} cannot be read: {shorten(text, MOST_OF_AN_ERROR)}") from None
-    except (ValueError, RuntimeError) as error:  # such as an unknown config
+    except Exception as error:  # such as an unknown config; the hub and its client raise many kinds
         raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
 
 

@@ -79,7 +79,7 @@ def role_to_show(by_role: Mapping[str, Scores]) -> str:
 def write_report(folder: Path, by_role: Mapping[str, Scores], step: int) -> None:
     """Write report.txt and report.json for all held-out sets, and confusion.png for the one of `role_to_show`."""
     texts = [f"{role} (weights of step {step})\n\n{scores.text}" for role, scores in by_role.items()]
-    (folder / "report.txt").write_text("\n\n".join(texts))
+    (folder / "report.txt").write_text("\n\n".join(texts), encoding="utf-8")
     rows = {role: {**scores.numbers, "per_class": scores.per_class} for role, scores in by_role.items()}
     (folder / "report.json").write_text(json.dumps({"step": step, **rows}, indent=1))
     role = role_to_show(by_role)

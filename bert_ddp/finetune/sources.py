@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from bert_ddp.finetune import files, hub
+from bert_ddp.finetune import files, hub, whole
 from bert_ddp.finetune.examples import Sentence, Text
-from common.errors import UserError
+from common.errors import UserError, reading
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
 TEXT_COLUMNS = ("text", "sentence", "sentence1")
@@ -52,16 +52,34 @@ def find_sources(options: DataOptions) -> dict[str, str]:
         if not options.named.get("test") and not hub.has_split(data, "test"):
             del found["test"]
     elif data:
-        if not Path(data).is_dir():
+        with reading(Path(data), f"--data {data}"):
+            is_folder = Path(data).is_dir()
+        if not is_folder:
             raise UserError(
                 f"--data {data}: there is no such folder: give one with train, dev and test files, or hf:NAME"
             )
-        known = (*files.CONLL, *files.TABLES, *files.JSON_LINES)
-        for role, stems in hub.SPLITS.items():
-            paths = sorted(path for stem in stems for path in Path(data).glob(f"{stem}.*") if path.suffix in known)
-            if paths:
+        for role in hub.SPLITS:
+            if paths := _of_role(data, role, options.task):
                 found[role] = str(paths[0])
     return found | {role: source for role, source in options.named.items() if source}
+
+
+def _of_role(data: str, role: str, task: str) -> list[Path]:
+    """The files of a role in a folder, first those of the kinds that the task reads."""
+    own, other = (files.CONLL, files.TABLES) if task == "ner" else (files.TABLES, files.CONLL)
+    known = (*own, *files.JSON_LINES, *other)
+    paths = [path for stem in hub.SPLITS[role] for path in Path(data).glob(f"{stem}.*") if path.suffix in known]
+    return sorted(paths, key=lambda path: (path.suffix in other, path))
+
+
+def odd_files(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    """What is odd about the files of the roles, in one line each."""
+    for role, source in sources.items():
+        files_ = _of_role(options.data, role, options.task) if options.data and not hub.is_hub(options.data) else []
+        if len(files_) > 1 and str(files_[0]) == source:
+            yield f"{source} is the {role} data, and {files_[1]} is not read: --{role} names another"
+        if role != "train" and source == sources["train"] and not hub.is_hub(source):
+            yield f"{source} is both the training and the {role} data: the scores say little"
 
 
 def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
@@ -85,7 +103,8 @@ def read_sentences(source: str, role: str) -> list[Sentence]:
         examples = list(files.read_conll(path))
     if examples and not any(sentence.words for sentence in examples):
         raise UserError(f"{source} holds no labelled word ({role}): its sentences are empty: is it the right file?")
-    return _not_empty(examples, source)
+    whole.check_sentences(_not_empty(examples, source), source, role)
+    return examples
 
 
 def read_texts(source: str, role: str, text_columns: Sequence[str] | None, label_column: str | None) -> list[Text]:
@@ -99,11 +118,10 @@ def read_texts(source: str, role: str, text_columns: Sequence[str] | None, label
         label = label or _column(row, LABEL_COLUMNS, place, "--label-column")
         for name, flag in [*((name, "--text-column") for name in columns), (label, "--label-column")]:
             _column(row, (name,), place, flag)
-        if row[label] in (None, ""):
-            raise UserError(f"{place}: the label is missing (column {label})")
         values = [_as_text(row[name], place, name) for name in columns]
-        texts.append(Text(values[0], values[1] if len(values) > 1 else None, str(row[label]), place))
-    return _not_empty(texts, source)
+        texts.append(Text(values[0], values[1] if len(values) > 1 else None, _class(row[label], place, label), place))
+    whole.check_texts(_not_empty(texts, source), source, role, columns or (), label or "")
+    return texts
 
 
 def _records(source: str, role: str) -> Iterator[tuple[str, dict]]:
@@ -119,6 +137,8 @@ def _sentence(row: dict, place: str) -> Sentence:
     tags = row[_column(row, TAG_COLUMNS, place, "tags")]
     if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags):
         raise UserError(f"{place}: words and tags are not two lists of one length")
+    if wrong := [word for word in words if not isinstance(word, str | int | float) or isinstance(word, bool)]:
+        raise UserError(f"{place}: the word {wrong[0]!r} is not text")
     checked = [files.checked_tag(str(tag), place) for tag in tags]
     return Sentence([str(word) for word in words], checked, [place] * len(words))
 
@@ -133,9 +153,21 @@ def _column(row: dict, names: Sequence[str], place: str, flag: str) -> str:
     found = next((name for name in names if name in row), None)
     if found is None:
         has = ", ".join(map(str, row))
-        fix = f": name it with {flag}" if flag.startswith("--") else ""
+        fix = f": the first line of a table names its columns; name yours with {flag}" if flag.startswith("--") else ""
+        if len(row) == 1 and any(mark in has for mark in ",;\t|"):
+            fix = ": a .csv has commas between its columns, a .tsv tabs: convert it"
         raise UserError(f"{place}: there is no column {' or '.join(names)} among {has}{fix}")
     return found
+
+
+def _class(value: object, place: str, column: str) -> str:
+    """A class's name. A number with a fraction is none, and neither is a list."""
+    name = str(value).strip()
+    if value is None or not name or value != value:  # NaN
+        raise UserError(f"{place}: the label is missing (column {column})")
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and not value.is_integer()):
+        raise UserError(f"{place}: the label {value!r} is not one class (column {column}): give text or a whole number")
+    return name
 
 
 def _as_text(value: object, place: str, column: str) -> str:

@@ -1,0 +1,105 @@
+"""What a set of labelled examples must look like as a whole, where each of its lines is right by itself.
+
+    ner         the first column holds words: no numbers, nor the same one for each line of a sentence; some word of the
+                training set is an entity
+    classify    texts differ and are not all blank; examples share their labels
+
+`check_*` raise UserError for what cannot be right. `odd` says what may be right, but rarely is.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from bert_ddp.finetune.examples import Sentence, Text
+from common.errors import UserError
+
+ENOUGH = 10  # examples, from which a set as a whole says something
+MANY = 20  # of examples with a label each; of words in the one sentence of a set
+
+
+def check_sentences(sentences: Sequence[Sentence], source: str, role: str) -> None:
+    """Raise UserError where the words are not words, or there is nothing to learn."""
+    several = [one.words for one in sentences if len(one.words) > 1]
+    place = sentences[0].places[0] if sentences[0].places else source
+    fix = "the word must be in the first column, and its label in the last"
+    if several and all(_counts(words) for words in several):
+        raise UserError(f"{place}: the first column numbers the words of each sentence: {fix}")
+    if sum(map(len, several)) > 2 and all(len(set(words)) == 1 for words in several):
+        raise UserError(f"{place}: the first column is the same in all lines of a sentence: {fix}")
+    words = [word for one in sentences for word in one.words]
+    if role == "train" and not any(character.isalpha() for word in words for character in word):
+        raise UserError(f"{place}: no word of the training data has a letter: {fix}")
+    if role == "train" and all(tag == "O" for one in sentences for tag in one.tags):
+        raise UserError(f"{source}: every word of the training data has the label O: there is no entity to learn")
+
+
+def _counts(words: Sequence[str]) -> bool:
+    """Are these 1, 2, 3 and so on, from any number?"""
+    if not all(word.isdecimal() for word in words):
+        return False
+    first = int(words[0])
+    return [int(word) for word in words] == list(range(first, first + len(words)))
+
+
+def check_texts(texts: Sequence[Text], source: str, role: str, columns: Sequence[str], label_column: str) -> None:
+    """Raise UserError where the texts or the labels are from a wrong column."""
+    if not any(text.text.strip() for text in texts):
+        raise UserError(f"{source}: every text is blank (column {columns[0]}): name another with --text-column")
+    if len(texts) >= ENOUGH and len({(text.text, text.pair) for text in texts}) == 1:
+        raise UserError(f"{source}: all {len(texts):,} texts are the same (column {columns[0]}): see --text-column")
+    if role == "train" and len(texts) >= MANY and len({text.label for text in texts}) == len(texts):
+        raise UserError(
+            f"{source}: each of the {len(texts):,} examples has a label of its own (column {label_column}): name the "
+            "column of classes with --label-column"
+        )
+
+
+def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Mapping[str, str]) -> Iterator[str]:
+    """What is odd about the sets of each role, in one line each."""
+    seen = {_content(one) for one in examples["train"]}
+    for role, some in examples.items():
+        source = sources[role]
+        if role != "train" and sum(_content(one) in seen for one in some) == len(some) >= ENOUGH:
+            yield f"{source}: all {len(some):,} {role} examples are in the training data too: the scores say little"
+        labels = Counter(label for one in some for label, _ in one.labels)
+        if role != "train" and len(labels) == 1 and len(some) >= ENOUGH:
+            yield f"{source}: every {role} label is {next(iter(labels))}: the scores say little"
+        yield from _odd_labels(labels, source)
+        if isinstance(some[0], Sentence):
+            yield from _odd_sentences([one for one in some if isinstance(one, Sentence)], source)
+        else:
+            yield from _odd_texts([one for one in some if isinstance(one, Text)], source)
+
+
+def _content(example: Sentence | Text) -> tuple:
+    return tuple(example.words) if isinstance(example, Sentence) else (example.text, example.pair)
+
+
+def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
+    alike = Counter(label.casefold() for label in labels)
+    if twice := [label for label in labels if alike[label.casefold()] > 1]:
+        yield f"{source}: labels differ in case alone: {', '.join(twice[:4])}"
+    if listed := [label for label in labels if label[:1] + label[-1:] == "[]"]:
+        yield f"{source}: a label is {listed[0]}: a list of labels counts as one class"
+
+
+def _odd_sentences(sentences: Sequence[Sentence], source: str) -> Iterator[str]:
+    lengths = [len(one.words) for one in sentences]
+    if len(lengths) == 1 and lengths[0] > MANY:
+        yield f"{source} is one sentence of {lengths[0]:,} words: are blank lines missing between sentences?"
+    if max(lengths) == 1 and len(lengths) >= ENOUGH:
+        yield f"{source}: every sentence has one word: are there blank lines within sentences?"
+    widths = Counter(width for one in sentences for width in one.columns)
+    if len(widths) > 1:
+        usual = widths.most_common(1)[0][0]
+        places = (pair for one in sentences for pair in zip(one.columns, one.places, strict=True))
+        width, place = next((width, place) for width, place in places if width != usual)
+        yield f"{place} has {width} columns, most lines have {usual}: the first is the word, the last its label"
+
+
+def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
+    if blank := [text for text in texts if not text.text.strip()]:
+        yield f"{blank[0].place}: the text is blank, as in {len(blank):,} of {len(texts):,} examples of {source}"
+    classes = len({text.label for text in texts})
+    if len(texts) >= ENOUGH and classes > len(texts) / 2:
+        yield f"{source} has {classes:,} classes in {len(texts):,} examples: is it the right column of labels?"
