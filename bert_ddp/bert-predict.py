@@ -52,7 +52,8 @@ def flags() -> ArgumentParser:
 def check(args: Namespace, layout: Layout) -> None:
     """Refuse what cannot work, before anything is started. Raises UserError."""
     if not args.input.is_file():
-        raise UserError(f"--input {args.input}: there is no such file on this node")
+        what = "is a folder: name one file" if args.input.is_dir() else "there is no such file on this node"
+        raise UserError(f"--input {args.input}: {what}")
     if args.output.exists():
         raise UserError(f"--output {args.output} is there already: name another file, or remove it")
 

@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import re
 
 import pytest
 
+from bert_ddp.predict.lines import odd, open_lines
+from common.errors import UserError
 from tests.harness import FINETUNE, PREDICT, Node, nodes_of, play, playing, wait_until
 from tests.small_bert import save_classes, save_model, save_ner, sentences
 
@@ -183,3 +186,51 @@ def test_a_checkpoint_of_another_architecture_is_named(text, tmp_path):
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     (result,) = playing(PREDICT, nodes((1,), tmp_path, tmp_path / "other", text, "embed"), tmp_path).results()
     assert result.code == 2 and "has the architecture gpt2: a BERT is needed" in result.output
+
+
+# --- the lines as a whole -------------------------------------------------------------------------------------------
+
+
+def opened(tmp_path, content, name="lines.txt"):
+    (tmp_path / name).write_bytes(content)
+    return open_lines(tmp_path / name, 2)
+
+
+@pytest.mark.parametrize("content", [b"one\rtwo\rthree\r", b"one\rtwo\rthree\r\n", b"one\rtwo", b"a\rb\rc\r\nd\re\rf"])
+def test_lines_that_end_with_cr_alone_are_refused_and_not_answered_as_one(content, tmp_path):
+    with pytest.raises(UserError, match=r"its lines end with CR alone, so \d would be read as \d: convert it with `tr"):
+        opened(tmp_path, content)
+
+
+@pytest.mark.parametrize("content", [b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\ntwo", b"one\ntwo\n", b"one\r\r\ntwo\r\r\n"])
+def test_odd_line_ends_and_a_byte_order_mark_change_no_line(content, tmp_path):
+    lines = opened(tmp_path, content)
+    assert lines.chunk(0) == ["one", "two"] and not list(odd(lines, "embed"))
+
+
+ODD = [
+    ("embed", "a.jsonl", b'{"text": "one"}\n', "read as plain lines, with all its marks"),
+    ("embed", "a.txt", b"\n \n", "blank lines alone"),
+    ("fill-mask", "a.txt", b"anna went to <mask>\n", "no \\[MASK\\] in any line"),
+    ("classify", "a.txt", b"one\ttwo\nthree\n", "a tab, .* in 1 of 2 lines alone"),
+    ("ner", "a.txt", b"one\rtwo\nthree\n", "1 CR within lines, which end no line"),
+]
+
+
+@pytest.mark.parametrize("task, name, content, said", ODD)
+def test_what_is_odd_about_the_lines_as_a_whole_is_said_in_one_line(task, name, content, said, tmp_path):
+    (note,) = odd(opened(tmp_path, content, name), task)
+    assert re.search(said, note) and name in note
+
+
+def test_a_file_of_lines_that_is_only_a_pointer_is_not_answered(tmp_path):
+    with pytest.raises(UserError, match=r"lines.txt is a git-lfs pointer"):
+        opened(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_text("one\ntwo and more\n"), lambda path: path.unlink()])
+def test_a_file_of_lines_that_changes_while_it_is_answered_is_one_line(change, tmp_path):
+    lines = opened(tmp_path, b"one\ntwo\n")
+    change(lines.path)
+    with pytest.raises(UserError, match=r"lines.txt (has changed while|cannot be read: No such file)"):
+        lines.chunk(0)

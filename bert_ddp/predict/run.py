@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from bert_ddp.model import pretrained
 from bert_ddp.predict.answers import Answerer
-from bert_ddp.predict.lines import open_lines
+from bert_ddp.predict.lines import odd, open_lines
 from bert_ddp.predict.parts import Parts
 from common.console import say
 from common.join.process_group import process_group
@@ -40,6 +40,8 @@ def predict(worker: Worker, args: Namespace) -> None:
         if worker.is_main:
             ranks = f"{worker.world_size} ranks"
             say(f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {source}, {ranks}", rank=0)
+            for note in odd(lines, args.task):
+                say(f"note: {note}", rank=0)
         answerer = Answerer(args.task, net, tokenizer, precision, args.batch, length, args.top_k)
         kept = parts.compute(lines, answerer.answer)
         sent = parts.join(args.output)
