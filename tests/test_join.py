@@ -129,6 +129,13 @@ def test_a_missing_node_is_named_while_others_wait_and_ended_at_the_timeout(late
     assert "node 1 (ranks 1 to 2) and node 2 (rank 3) did not join within 12 s (--join-timeout)" in errors([result])[0]
 
 
+@pytest.mark.parametrize("side", ["nodes", "master"])
+def test_a_node_that_waits_at_its_own_address_is_told_that_others_cannot_reach_it(late, side):
+    (result,) = late[0][side]
+    hint = "127.0.0.1 is each machine itself: for nodes on several machines, --master-addr is an address of node 0"
+    assert errors([result])[0].endswith(hint)
+
+
 def test_a_missing_master_is_named_while_others_wait_and_ended_at_the_timeout(late):
     results, ports = late
     (result,) = results["master"]

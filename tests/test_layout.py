@@ -66,6 +66,8 @@ CPU = " --device cpu"
     [
         ("-n 1 -g 4 -i 0", {}, 4, [0, 1, 2, 3], True, r"tcp://127.0.0.1:\d+"),
         ("-n 2 -g 3,1 -i 0", {}, 4, [0, 1, 2], True, "tcp://0.0.0.0:29500"),
+        ("-n 2 -g 3,1 -i 0", {"MASTER_ADDR": "localhost"}, 4, [0, 1, 2], True, "tcp://0.0.0.0:29500"),
+        ("-n 2 -g 3,1 -i 1 --master-addr localhost", {}, 4, [3], True, "tcp://localhost:29500"),
         ("-n 2 -g 3,1 -i 1 --master-addr a", {}, 4, [3], True, "tcp://a:29500"),
         ("-n 3 -g 2,1,1 -i 2 --master-port 5", {"MASTER_ADDR": "a"}, 4, [3], True, "tcp://a:5"),
         ("--distributed-world-size 1 --device-id 1", {}, 1, [0], False, r"tcp://127.0.0.1:\d+"),

@@ -25,7 +25,7 @@ from common.join.lost import MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
 from common.join.view import places
 from common.join.waiting import poll
-from common.launch.addresses import host_and_port
+from common.launch.addresses import host_and_port, is_loopback
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.launch.replacing import WAITS
@@ -43,7 +43,7 @@ def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membe
         raise enter(Membership(worker, options, standby), worker.board.leader)
     opened = open_store(worker, options)
     here, host = opened.own_address, host_and_port(worker.layout.init_method)[0]
-    if worker.layout.nodes != 1 and _is_loopback(here) and not _is_loopback(host):
+    if worker.layout.nodes != 1 and is_loopback(here) and not is_loopback(host):
         here = network.own_address(options.interface)  # node 0's workers reach the store by loopback, the others do not
     return opened, Membership(worker, options, Standby(here, options.secret), opened=opened, main=opened.store)
 
@@ -54,10 +54,6 @@ def _address_towards(standby: str, options: JoinOptions) -> str:
         if not options.interface:
             return network.source_address(*split(standby), REACH_SECONDS)[0]
     return network.own_address(options.interface)
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host in ("::1", "localhost")
 
 
 def enter(members: Membership, leader: str) -> MembersChanged:

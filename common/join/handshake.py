@@ -32,7 +32,7 @@ from common.join import meeting_file
 from common.join.ended import CURRENT
 from common.join.leader import LINGER_SECONDS, Leader
 from common.join.secret import is_sealed, seal
-from common.join.store import SAY_EVERY_SECONDS
+from common.join.store import SAY_EVERY_SECONDS, elsewhere
 from common.join.view import claimed_twice, place
 from common.join.waiting import Every, poll
 from common.launch.cli import JOIN_TIMEOUT_SECONDS
@@ -199,7 +199,7 @@ class _Handshake:
             say(f"waiting for {missing}; giving up in {left:.0f} s", self.worker.rank)
 
     def _too_late(self, missing: str) -> str:
-        fix = self.on_local_disk or "start it, or look at its log"
+        fix = self.on_local_disk or f"start it, or look at its log.{elsewhere(self.worker)}".rstrip(".")
         return f"{missing} did not join within {self.patience_seconds:.0f} s (--join-timeout): {fix}"
 
     def _refuse_complete_run(self) -> None:

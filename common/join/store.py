@@ -22,7 +22,7 @@ from common.console import say
 from common.errors import RunError, UserError
 from common.join import meeting_file, network
 from common.join.waiting import Every, poll
-from common.launch.addresses import host_and_port, tcp_address
+from common.launch.addresses import WILDCARDS, host_and_port, is_loopback, tcp_address
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.version import ROOT
@@ -35,7 +35,6 @@ REQUEST_TIMEOUT = timedelta(seconds=300)  # of a store, for a key that is not th
 HOST = "served by"  # the key whose value says which process serves the store
 NOT_STARTED = os.strerror(errno.ECONNREFUSED)  # nothing listens there yet: no error while this node waits
 BACKLOG = 2048  # connections that wait to be accepted, as torch has it
-WILDCARDS = ("0.0.0.0", "::")
 _waiting: dict[tuple[str, int], threading.Thread] = {}  # for the store at this address, which has not answered in time
 
 
@@ -237,10 +236,19 @@ def _wait_for_master(worker: Worker, host: str, port: int, timeout_seconds: floa
         raise RunError(
             f"the master ({first}) at {address} does not answer: {reason}, for {timeout_seconds:.0f} s "
             f"(--join-timeout): is {first} started, and are {', '.join(dict.fromkeys(worker.layout.meeting))} "
-            "and the firewall right?",
+            f"and the firewall right?{elsewhere(worker)}",
             same_on_every_rank=True,
         )
     return addresses
+
+
+def elsewhere(worker: Worker) -> str:
+    """A hint where the address to meet at means each machine itself, as localhost does; else empty."""
+    layout = worker.layout
+    host = host_and_port(layout.init_method)[0] if layout.init_method.startswith("tcp://") else ""
+    if layout.nodes == 1 or not is_loopback(host):
+        return ""
+    return f" {host} is each machine itself: for nodes on several machines, {layout.meeting[0]} is an address of node 0"
 
 
 def _command_for(node: int, address: str, port: int) -> str:

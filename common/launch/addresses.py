@@ -1,5 +1,6 @@
 """Where the processes meet: tcp://HOST:PORT or file:///PATH, from flags and environment."""
 
+import ipaddress
 import socket
 from collections.abc import Mapping
 
@@ -8,6 +9,7 @@ from common.launch.options import LayoutFlags
 from common.launch.reading import number, refuse_half_set, typed
 
 DEFAULT_MASTER_PORT = 29500
+WILDCARDS = ("0.0.0.0", "::")  # all interfaces of a machine
 _held: list[socket.socket] = []  # bound to the ports that free_port has given, until this process ends
 
 
@@ -20,6 +22,14 @@ def host_and_port(init_method: str) -> tuple[str, int]:
     """(host, port) of tcp://host:port, without brackets."""
     host, _, port = init_method.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Does `host` mean each machine itself, wherever it is written?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host.partition(".")[0] in ("localhost", "ip6-localhost")
 
 
 def free_port() -> int:
