@@ -22,6 +22,7 @@ from common.doctor.finding import Finding, from_error
 from common.doctor.links import IDENTITY_BYTES, Connection, Server, reason
 from common.doctor.report import Report
 from common.errors import RunError, UserError
+from common.join import interfaces
 from common.launch.addresses import free_port
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
@@ -85,24 +86,42 @@ def test_rows_of_nvidia_smi_become_processes():
 ADDRESSES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"]}
 
 
-@pytest.mark.parametrize("variable", diagnosis.INTERFACE_VARIABLES)
-def test_an_interface_variable_must_name_an_interface_that_leads_out(variable):
-    def judge(value: str) -> list[Finding]:
-        return diagnosis.judge_interfaces("node 0", None, {variable: value}, ADDRESSES, nodes=2)
-
-    assert judge("eth0") == []
-    assert f"{variable} is ib0" in only(judge("ib0")).problem
-    assert "this machine only" in only(judge("lo")).problem
+def wrong(value: str, backend: str = "gloo", leaves: bool = True, flag: str | None = None) -> str:
+    """What is said of the backend's variable with this value, or of the flag."""
+    found = interfaces.wrong(flag, {interfaces.VARIABLES[backend]: value}, ADDRESSES, backend, leaves)
+    return found[0] if found else ""
 
 
-def test_nccls_own_forms_of_an_interface_are_accepted():
-    for value in ("^docker", "=eth0", "eth"):
-        environ = {"NCCL_SOCKET_IFNAME": value}
-        assert diagnosis.judge_interfaces("node 0", None, environ, ADDRESSES, nodes=2) == []
+@pytest.mark.parametrize("backend", interfaces.VARIABLES)
+def test_an_interface_variable_must_name_an_interface_that_leads_out(backend):
+    assert not wrong("eth0", backend)
+    assert not wrong("lo", backend, leaves=False)
+    assert f"{interfaces.VARIABLES[backend]} is ib0, but this node has no such" in wrong("ib0", backend)
+    assert "this machine only" in wrong("lo", backend)
 
 
-def test_loopback_is_right_for_one_node_and_no_network_for_two():
-    assert diagnosis.judge_interfaces("node 0", "lo", {}, ADDRESSES, nodes=1) == []
+@pytest.mark.parametrize("value", ["^docker", "=eth0", "eth", "ib0,eth", "^=lo", "^lo,docker"])
+def test_nccls_own_forms_of_an_interface_are_for_nccl_alone(value):
+    assert not wrong(value, "nccl")
+    assert "GLOO_SOCKET_IFNAME is " in wrong(value, "gloo")
+
+
+@pytest.mark.parametrize("value", ["=et", "^eth,lo", "=ib0,lo0"])
+def test_a_form_of_nccls_that_leaves_no_interface_is_wrong(value):
+    assert "no such interface" in wrong(value, "nccl")
+
+
+def test_gloo_needs_every_interface_of_its_list():
+    assert not wrong("eth0,lo")
+    assert "GLOO_SOCKET_IFNAME is eth0,ib0" in wrong("eth0,ib0")
+
+
+def test_the_flag_takes_precedence_over_a_variable():
+    assert not wrong("ib0", flag="eth0")
+    assert "--interface is ib0" in wrong("eth0", flag="ib0")
+
+
+def test_two_nodes_without_a_network_are_named():
     alone = {"lo": ["127.0.0.1"], "eth0": ["fe80::1"]}
     assert diagnosis.judge_network("node 0", alone, nodes=1) == []
     assert "no network" in only(diagnosis.judge_network("node 0", alone, nodes=2)).problem

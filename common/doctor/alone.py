@@ -9,7 +9,7 @@ import torch
 from common.doctor import diagnosis, node, speed
 from common.doctor.finding import Finding, from_error
 from common.errors import UserError
-from common.join import devices, network
+from common.join import devices, interfaces, network
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
@@ -40,8 +40,7 @@ def look(worker: Worker, join: JoinOptions) -> Alone:
     first_here = worker.local_rank == 0
     about = {"place": place(worker), "node": worker.node_rank, "rank": worker.rank}
     facts = {**about, **node.collect()} if first_here else {}
-    join, findings = _without_wrong_interface(worker, join)
-    mine = Alone(join, facts, torch.device("cpu"), join.backend, findings=findings if first_here else [])
+    mine = Alone(join, facts, torch.device("cpu"), join.backend)
     where = _where(worker)
     try:
         mine.device = devices.choose_device(worker)
@@ -52,6 +51,8 @@ def look(worker: Worker, join: JoinOptions) -> Alone:
         mine.backend = devices.choose_backend(worker, join.backend)
     except UserError as error:
         mine.note_unusable(where, error)
+    findings = _look_at_network(worker, mine)
+    mine.findings += findings if first_here else []
     return mine
 
 
@@ -66,15 +67,17 @@ def measured(worker: Worker, mine: Alone) -> dict:
     return {"facts": mine.facts, "rank": rank, "usable": mine.usable, "findings": findings}
 
 
-def _without_wrong_interface(worker: Worker, join: JoinOptions) -> tuple[JoinOptions, list[Finding]]:
-    """The options and the environment without an interface that cannot work, and the findings about it."""
-    addresses, nodes, here = network.local_addresses(), worker.layout.nodes, place(worker)
-    wrong = diagnosis.judge_interfaces(here, join.interface, os.environ, addresses, nodes)
-    if wrong:
-        join = replace(join, interface=None)
-        for variable in diagnosis.INTERFACE_VARIABLES:
+def _look_at_network(worker: Worker, mine: Alone) -> list[Finding]:
+    """The findings about this node's interfaces. One that cannot work is taken out of the options and the environment,
+    so that the nodes can meet all the same."""
+    here = place(worker)
+    findings = diagnosis.judge_network(here, network.local_addresses(), worker.layout.nodes)
+    if wrong := interfaces.wrong_here(mine.join, mine.backend, worker.layout):
+        findings.append(Finding("error", here, *wrong))
+        mine.join = replace(mine.join, interface=None)
+        for variable in interfaces.VARIABLES.values():
             os.environ.pop(variable, None)
-    return join, wrong + diagnosis.judge_network(here, addresses, nodes)
+    return findings
 
 
 def _where(worker: Worker) -> str:

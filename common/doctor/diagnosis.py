@@ -7,6 +7,7 @@ hardware that it is about.
 from collections.abc import Mapping
 
 from common.doctor.finding import Finding
+from common.join.interfaces import VARIABLES, only_loopback
 
 LEAST_DISK_GB, LITTLE_DISK_GB = 0.5, 5.0
 LITTLE_SHARED_MEMORY_GB = 0.5  # Docker's default is 0.064
@@ -14,43 +15,17 @@ LITTLE_FREE_GPU_MEMORY = 0.5
 LARGE_CLOCK_DIFFERENCE_MS = 1000.0
 LARGE_SPEED_DIFFERENCE = 1.3
 FEW_OPEN_FILES = 1024
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LINK_CLASSES_MBIT = (10, 100, 1000, 2500, 5000, 10_000, 25_000, 40_000, 50_000, 100_000, 200_000, 400_000)
 BERT_BASE_GRADIENT_BYTES = 440e6  # 110 million parameters in float32
 
 
-def judge_interfaces(
-    where: str, flag: str | None, environ: Mapping[str, str], addresses: Mapping[str, list[str]], nodes: int
-) -> list[Finding]:
-    """The interface that the user named, by flag or variable, must exist and reach other machines.
-
-    `addresses` is interface -> its addresses, for interfaces that are up.
-    """
-    named = {"--interface": flag, **{variable: environ.get(variable) for variable in INTERFACE_VARIABLES}}
-    usable = [name for name in addresses if not _only_loopback(addresses[name])]
-    fix = f"name one of {', '.join(usable) or 'none: this node has no network'}, or leave it out"
-    findings = []
-    for source, value in named.items():
-        if not value or (source == "NCCL_SOCKET_IFNAME" and value[0] in "^="):
-            continue
-        known = [name for name in addresses if name == value or (source.startswith("NCCL") and name.startswith(value))]
-        if not known and "," not in value:
-            findings.append(Finding("error", where, f"{source} is {value}, but this node has no such interface", fix))
-        elif nodes > 1 and known and all(_only_loopback(addresses[name]) for name in known):
-            findings.append(Finding("error", where, f"{source} is {value}, which reaches this machine only", fix))
-    return findings
-
-
 def judge_network(where: str, addresses: Mapping[str, list[str]], nodes: int) -> list[Finding]:
-    """A job of several nodes needs a network. `addresses` is as in `judge_interfaces`."""
-    if nodes == 1 or any(not _only_loopback(own) for own in addresses.values()):
+    """A job of several nodes needs a network. `addresses` is interface -> its addresses, for interfaces
+    that are up."""
+    if nodes == 1 or any(not only_loopback(own) for own in addresses.values()):
         return []
     fix = "see `ip address`: bring an interface up, or plug the cable in"
     return [Finding("error", where, "no network interface is up", fix)]
-
-
-def _only_loopback(addresses: list[str]) -> bool:
-    return not any(address for address in addresses if address != "::1" and not address.startswith(("127.", "fe80")))
 
 
 def judge_node(where: str, facts: dict, own_pids: set[int]) -> list[Finding]:
@@ -98,7 +73,7 @@ def judge_settings(nodes: dict[str, dict]) -> list[Finding]:
         for name in sorted(reference["settings"].keys() | facts["settings"].keys()):
             here, there = (node["settings"].get(name, "not set") for node in (facts, reference))
             differs = here != there and name.startswith(("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_"))
-            if differs and name not in INTERFACE_VARIABLES:
+            if differs and name not in VARIABLES.values():
                 problem = f"{name} is {here}, but on {first} it is {there}"
                 findings.append(
                     Finding("warning", where, problem, "set it to the same value on every node, or on none")
@@ -135,7 +110,7 @@ def judge_collectives(places: dict[int, str], backend: str, results: dict[int, d
     for rank, result in results.items():
         where = f"rank {rank}, {places[rank]}"
         if result["error"]:
-            fix = "see the other findings; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL say more"
+            fix = "see the other findings; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=INFO say more"
             findings.append(Finding("error", where, f"{backend} failed: {result['error']}", fix))
         elif result["bf16"] != "ok":
             problem = f"all-reduce in bfloat16: {result['bf16']}"

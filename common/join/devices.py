@@ -2,14 +2,13 @@
 
 import ctypes
 import os
-import socket
 import sys
 
 import torch
 import torch.distributed as dist
 
+from common.console import say
 from common.errors import UserError
-from common.join import network
 from common.launch.layout import Worker
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -48,11 +47,14 @@ def choose_backend(worker: Worker, wanted: str = "auto") -> str:
     return wanted
 
 
-def check_interface(wanted: str | None) -> None:
-    """Raise UserError unless this machine has the interface that --interface names."""
-    if wanted and wanted not in network.local_addresses():
-        names = ", ".join(network.local_addresses())
-        raise UserError(f"--interface is {wanted}, but {socket.gethostname()} has {names}: name one of these")
+def spare_ddp(worker: Worker, backend: str) -> None:
+    """Take TORCH_DISTRIBUTED_DEBUG=DETAIL as INFO over gloo, and say so. With DETAIL, torch wraps the process group in
+    another class, and its DDP reads gloo's class there: the process ends by SIGSEGV."""
+    if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if worker.local_rank == 0:
+            why = f"torch {torch.__version__} ends DDP over gloo by SIGSEGV with it"
+            say(f"TORCH_DISTRIBUTED_DEBUG is DETAIL, taken as INFO: {why}", worker.rank)
 
 
 def _usable_cores() -> int:

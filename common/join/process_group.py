@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ExplainedError, UserError, before_exit
-from common.join import devices, network
+from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off
 from common.join.ended import all_have, running
 from common.join.handshake import shake_hands
@@ -219,8 +219,9 @@ def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str
     try:
         if worker.layout.problem:
             raise UserError(worker.layout.problem)
-        devices.check_interface(options.interface)
-        return devices.choose_device(worker), devices.choose_backend(worker, options.backend), ""
+        backend = devices.choose_backend(worker, options.backend)
+        interfaces.check(options, backend, worker.layout)
+        return devices.choose_device(worker), backend, ""
     except UserError as error:
         if worker.layout.nodes == 1:
             raise
@@ -271,14 +272,15 @@ def join(
 
 
 def _name_interface(options: JoinOptions, own_address: str) -> None:
-    """Tell gloo and NCCL the interface that reaches the other ranks, where the user named none.
+    """Tell gloo and NCCL the interface of --interface, or else the one that reaches the other ranks, unless a variable
+    names another.
 
     gloo would resolve this machine's host name instead, which is often 127.0.1.1 or nothing at all.
     """
     interface = options.interface or network.interface_of(own_address)
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    for variable in interfaces.VARIABLES.values():
+        if interface and (options.interface or not os.environ.get(variable)):
+            os.environ[variable] = interface
 
 
 def connect(
@@ -294,6 +296,7 @@ def connect(
 
     The backend may try several times, each as long as `attempt_seconds`, by default --timeout.
     """
+    devices.spare_ddp(worker, backend)
     attempt = attempt_seconds or options.timeout_seconds
     # The backend has the same timeout and a better error message: this limit is a little longer.
     with limit(attempt * attempts + BACKEND_SECONDS, worker.rank, "connecting the ranks (--timeout)"):

@@ -96,7 +96,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
     group.add_argument("--master-port", type=values.port, metavar="PORT", help="port of node 0 (29500)")
-    group.add_argument("--interface", metavar="NAME", help="network interface; found automatically when left out")
+    group.add_argument("--interface", metavar="NAME", help="network interface, for gloo and NCCL; found automatically")
     group.add_argument(
         "--join-timeout",
         type=values.positive_float,

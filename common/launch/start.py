@@ -5,6 +5,7 @@ one place only, torchrun, srun, mpirun   this process is the worker
 """
 
 import importlib.util
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from typing import NoReturn
 from common.errors import ExplainedError, UserError
 from common.launch import cli, supervisor, worker
 from common.launch.detect import layout_from
+from common.launch.environment import check_environment
 from common.launch.layout import Layout
+from common.sockets import keep_paths_short
 
 
 def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout], None] | None = None) -> NoReturn:
@@ -27,6 +30,8 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
     """
     args = parser.parse_args()
     try:
+        check_environment(os.environ)
+        keep_paths_short()
         layout = layout_from(cli.layout_flags(args))
         if check:
             check(args, layout)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from common.sockets import keep_paths_short
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
 END_SECONDS = 5.0  # within which a process has ended that the system has been told to end
@@ -45,7 +47,10 @@ def worker_options(workers: int, device: torch.device, preload: Sequence[str] = 
         from multiprocessing import forkserver
 
         context.set_forkserver_preload(["torch", *preload])
+        keep_paths_short()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # a closed terminal's is the rank's
         forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     options |= {"multiprocessing_context": context, "persistent_workers": True, "worker_init_fn": end_with_rank}
     return options
 
