@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 in training: a checkpoint of all ranks, an exit code that schedulers start again, and a
+"""Signals in training: a checkpoint of all ranks, an exit code that schedulers start again, and a
 second signal that ends at once."""
 
 import json
@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from common.launch.addresses import free_port
-from common.launch.interruption import TWICE_SECONDS
+from common.launch.interruption import SIGNALS, TWICE_SECONDS, handle
 from tests.harness import (
     MNIST,
     Node,
@@ -44,7 +44,7 @@ def rank_pid(run, rank: int) -> int:
     return start["ranks"][rank]["pid"]
 
 
-@pytest.mark.parametrize("number, code", [("SIGTERM", AGAIN), ("SIGUSR1", AGAIN), ("SIGINT", AGAIN)])
+@pytest.mark.parametrize("number, code", [("SIGTERM", AGAIN), ("SIGUSR1", AGAIN), ("SIGINT", AGAIN), ("SIGHUP", AGAIN)])
 def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_path, number, code):
     run = started(tmp_path, (1, 2), "--epochs", 2000)
     os.kill(run.processes[1].pid, getattr(signal, number))
@@ -144,6 +144,37 @@ def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
     (result,) = run.results()
     assert result.code == AGAIN, result.output
     assert "ended after step" in result.output and "again" not in result.output
+
+
+@pytest.mark.parametrize(
+    "loading", ["**worker_options(1, run.device)", pytest.param("num_workers=1", marks=pytest.mark.long)]
+)
+def test_a_closed_terminal_saves_a_checkpoint(tmp_path, loading):
+    """It sends SIGHUP to every process of a run, also to those that make batches."""
+    changes = {
+        "import torch\n": "import torch\nfrom common.uneven.options.workers import worker_options\n",
+        "run.global_batches(train_set)": f"run.global_batches(train_set, {loading})",
+    }
+    run = started(tmp_path, (2,), "--epochs", 2000, script=altered(tmp_path / "loading_ddp", changes))
+    node = psutil.Process(run.processes[0].pid)
+    for process in node.children(recursive=True)[::-1]:
+        process.send_signal(signal.SIGHUP)
+    node.send_signal(signal.SIGHUP)
+    (result,) = run.results()
+    assert result.code == AGAIN, result.output
+    assert re.search(r"interrupted: SIG\w+ on rank \d: ended after step \d+, which is saved", result.output)
+    assert "SIGHUP: " in result.output and "DataLoader" not in result.output
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert handle(signal.SIG_DFL).keys() == set(SIGNALS) - {signal.SIGHUP}
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_loader_whose_processes_end_does_not_interrupt_the_run(tmp_path):

@@ -4,36 +4,43 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import Any
 
 from common.console import say
 from common.errors import Interrupted
 
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+ENDS = (signal.SIGTERM, signal.SIGINT)  # of these a second one ends at once; a closed terminal may send SIGHUP twice
 ASK = getattr(signal, "SIGUSR1", signal.SIGTERM)  # workers that do not train end at it, as by any signal
 SIGTERM_SECONDS = 27.0  # schedulers send SIGKILL 30 s after SIGTERM; the workers have 25 s
 INTERRUPTED = 130  # the exit code of a process that SIGINT has ended, as shells report it
 TWICE_SECONDS = 1.0  # what comes within these is the same signal: some senders reach a process in two ways
 
 
+def handle(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> dict[int, Any]:
+    """Handle SIGNALS so, and return the handlers before. A SIGHUP that is ignored, as under nohup, stays ignored."""
+    is_ignored = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
+    return {number: signal.signal(number, handler) for number in wanted}
+
+
 class Interruption:
-    """Handles SIGTERM, SIGINT and SIGUSR1. The first one asks the workers to end; a second SIGTERM or SIGINT, or no end
-    within 27 s of SIGTERM, raises KeyboardInterrupt."""
+    """Handles SIGNALS. The first one asks the workers to end; a second SIGTERM or SIGINT, or no end within 27 s of
+    SIGTERM, raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received = 0  # the number of the first signal
         self.first_end = 0.0  # when the first SIGTERM or SIGINT came
         self.deadline = float("inf")
         self.workers: list[BaseProcess] = []
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+        handle(self._handle)
 
     def ignore(self) -> None:
         """From now on, ignore signals."""
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        handle(signal.SIG_IGN)
 
     def watch(self, workers: Iterable[BaseProcess]) -> None:
         """From now on, pass a signal on to these, which run; also one that has come before."""
@@ -61,9 +68,10 @@ class Interruption:
         if not self.received:
             self.received = number
             if number != ASK:
-                say(f"{signal.Signals(number).name}: asking the workers of this node to end; once more ends at once")
+                again = "; once more ends at once" * (number in ENDS)
+                say(f"{signal.Signals(number).name}: asking the workers of this node to end{again}")
             self._ask()
-        if number in (signal.SIGTERM, signal.SIGINT):
+        if number in ENDS:
             if not self.first_end:
                 self.first_end = now
                 self.deadline = now + SIGTERM_SECONDS if number == signal.SIGTERM else self.deadline

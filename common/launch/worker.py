@@ -20,7 +20,7 @@ from typing import NoReturn
 from common.console import flush, say
 from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, is_known_to_all
 from common.launch import cli, orphans
-from common.launch.interruption import INTERRUPTED
+from common.launch.interruption import INTERRUPTED, handle
 from common.launch.layout import Worker
 from common.launch.replacing import ENDED, FAILED, FINISHES, WAITS
 from common.launch.title import name_worker
@@ -57,12 +57,11 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     name_worker(worker)
     # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
-    signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
     if supervisor:  # a forked worker has its supervisor's handlers
+        handle(signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if hasattr(signal, "SIGUSR1"):
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    elif worker.layout.launched and hasattr(signal, "SIGUSR1"):
+    signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
+    if not supervisor and worker.layout.launched and hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, _interrupted_before_training)
     if supervisor or worker.layout.launched:
         _end_with_parent(worker, supervisor or os.getppid())

@@ -1,6 +1,7 @@
-"""SIGTERM, SIGINT and SIGUSR1 in training: noted here; the ranks then agree, save a checkpoint and end together.
+"""Signals in training: noted here; the ranks then agree, save a checkpoint and end together.
 
-Schedulers send one of these some time before they end a job: Slurm with --signal=USR1@60, spot machines with SIGTERM.
+Schedulers send one some time before they end a job: Slurm with --signal=USR1@60, spot machines with SIGTERM. A closed
+terminal sends SIGHUP.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import time
 from typing import Any
 
 from common.console import say
-from common.launch.interruption import SIGNALS, TWICE_SECONDS
+from common.launch.interruption import ENDS, SIGNALS, TWICE_SECONDS, handle
 
 SIGTERM_SECONDS = 25.0  # schedulers and torchrun send SIGKILL 30 s after SIGTERM
 
@@ -33,7 +34,7 @@ class Interrupts:
         reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
-        self.previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.previous = handle(lambda *_: None)
         signal.set_wakeup_fd(self.writer)
         os.register_at_fork(after_in_child=self._reset_in_child)
 
@@ -53,7 +54,7 @@ class Interrupts:
 
     def _read(self, reader: int) -> None:
         while numbers := os.read(reader, 1):
-            if numbers[0] in SIGNALS:  # Python writes the number of every signal that has a handler
+            if numbers[0] in self.previous:  # Python writes the number of every signal that has a handler
                 self._note(numbers[0])
         os.close(reader)
 
@@ -62,9 +63,9 @@ class Interrupts:
         if not self.received:
             self.received = number
             if self.speaks:
-                again = "" if name == "SIGUSR1" else "; once more ends at once"
+                again = "; once more ends at once" * (number in ENDS)
                 say(f"{name}: saving a checkpoint{again}", self.rank)
-        if number not in (signal.SIGTERM, signal.SIGINT) or (self.all_know and number == signal.SIGTERM):
+        if number not in ENDS or (self.all_know and number == signal.SIGTERM):
             return
         if not self.first_end:
             self.first_end = now
@@ -84,9 +85,11 @@ class Interrupts:
         os._exit(128 + number)
 
     def _reset_in_child(self) -> None:
-        """A loader's process, forked from this one, must not write into our pipe, and ends at SIGTERM."""
+        """A loader's process, forked from this one, must not write into our pipe, and ends at SIGTERM. Signals
+        of a terminal are left to the rank."""
         if self.previous:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(-1)
                 for number in SIGNALS:
-                    signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+                    of_terminal = signal.Signals(number).name in ("SIGINT", "SIGHUP")
+                    signal.signal(number, signal.SIG_IGN if of_terminal else signal.SIG_DFL)
