@@ -1,8 +1,6 @@
 """Errors that a person can fix: printed in one line, without a traceback, with an exit code of their own."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,30 +25,6 @@ class UserError(ExplainedError):
     """
 
     exit_code = 2
-
-
-@contextlib.contextmanager
-def reading(path: Path, name: str) -> Iterator[None]:
-    """The body reads a file of others, or looks for it. Raises UserError where the system does not let it, and where
-    the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged. `name` is the file with its
-    flag."""
-    try:
-        refuse_stand_in(path, name)
-        yield
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
-
-
-def refuse_stand_in(path: Path, name: str) -> None:
-    """Raise UserError for a pointer of git-lfs, and for a file that is packed; OSError where it cannot be read."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        first = file.read(20)
-    if first.startswith(b"version https://git-"):
-        raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
-    if first.startswith(b"\x1f\x8b"):
-        raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
 
 
 class RunError(ExplainedError):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.errors import RunError, UserError, reading
+from common.errors import RunError, UserError
+from common.files import reading
 from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import BatchedDataset
 

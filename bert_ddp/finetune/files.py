@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bert_ddp.finetune.examples import Sentence
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 CONLL = (".conll", ".txt", ".bio", ".iob")
 TABLES = (".csv", ".tsv")

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from bert_ddp.finetune import files, hub, whole
 from bert_ddp.finetune.examples import Sentence, Text
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 WORD_COLUMNS, TAG_COLUMNS = ("tokens", "words"), ("ner_tags", "tags", "labels")
 TEXT_COLUMNS = ("text", "sentence", "sentence1")

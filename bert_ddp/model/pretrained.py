@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.errors import RunError, UserError, reading
+from common.errors import RunError, UserError
+from common.files import reading
 from common.record.latest import latest_folder
 
 Model = TypeVar("Model", bound=PreTrainedModel)

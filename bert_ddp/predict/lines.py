@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bert_ddp.text.sources import STRUCTURED
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 MASK, TAB, BLANK, CR = b"[MASK]", b"\t", b"", b"\r"
 

@@ -23,7 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bert_ddp.model import pretrained
 from bert_ddp.text.corpus import Corpus
-from common.errors import UserError, refuse_stand_in
+from common.errors import UserError
+from common.files import refuse_stand_in
 
 # layers, width, heads
 PRESETS = {

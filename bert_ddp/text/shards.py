@@ -19,7 +19,8 @@ import numpy as np
 from bert_ddp.text.progress import bar
 from bert_ddp.text.settings import Settings
 from bert_ddp.text.table import Rows, columns, unmask
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 MATRICES = ("input_ids", "input_mask", "segment_ids")
 MASKS = ("masked_lm_positions", "masked_lm_ids")

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 PYTHON_DOCS = "python-docs"
 HDF5_SUFFIXES = (".hdf5", ".h5")

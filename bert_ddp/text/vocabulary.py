@@ -8,7 +8,8 @@ from pathlib import Path
 from tokenizers.trainers import WordPieceTrainer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ALPHABET = 1000  # the most frequent characters; words with others become [UNK]

@@ -25,7 +25,8 @@ from safetensors.torch import load_model, save_model
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from common.console import say
-from common.errors import RunError, UserError, refuse_stand_in
+from common.errors import RunError, UserError
+from common.files import refuse_stand_in
 from common.launch.cli import plain
 from common.record.background import BackgroundWriter, Frozen
 from common.record.latest import STATE, WEIGHTS, by_step, is_copy, latest_name

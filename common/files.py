@@ -1,0 +1,31 @@
+"""Files of others: what cannot be read, or is not the file itself, is said in one line."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UserError
+
+
+@contextlib.contextmanager
+def reading(path: Path, name: str) -> Iterator[None]:
+    """The body reads a file of others, or looks for it. Raises UserError where the system does not let it, and where
+    the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged. `name` is the file with its
+    flag."""
+    try:
+        refuse_stand_in(path, name)
+        yield
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+def refuse_stand_in(path: Path, name: str) -> None:
+    """Raise UserError for a pointer of git-lfs, and for a file that is packed; OSError where it cannot be read."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        first = file.read(20)
+    if first.startswith(b"version https://git-"):
+        raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
+    if first.startswith(b"\x1f\x8b"):
+        raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
