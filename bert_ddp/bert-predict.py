@@ -16,7 +16,7 @@ from pathlib import Path
 if not __package__:  # started by its path: runs from any folder, without being installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.launch import cli, start, values
 from common.launch.layout import Layout
 
@@ -51,10 +51,13 @@ def flags() -> ArgumentParser:
 
 def check(args: Namespace, layout: Layout) -> None:
     """Refuse what cannot work, before anything is started. Raises UserError."""
-    if not args.input.is_file():
-        what = "is a folder: name one file" if args.input.is_dir() else "there is no such file on this node"
-        raise UserError(f"--input {args.input}: {what}")
-    if args.output.exists():
+    with reading(args.input, f"--input {args.input}"):
+        if not args.input.is_file():
+            what = "is a folder: name one file" if args.input.is_dir() else "there is no such file on this node"
+            raise UserError(f"--input {args.input}: {what}")
+    with reading(args.output, f"--output {args.output}"):
+        is_there = args.output.exists()
+    if is_there:
         raise UserError(f"--output {args.output} is there already: name another file, or remove it")
 
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -522,6 +523,12 @@ def test_no_advice_about_a_vocabulary_moves_its_words(content, said, tmp_path):
         vocab(tmp_path, content)
 
 
+def test_a_tokenizer_json_is_not_read_as_words(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer.json is one file of a tokenizer: give its folder"):
+        vocabulary.load(str(tmp_path / "tokenizer.json"))
+
+
 def test_a_vocabulary_that_is_a_pointer_in_a_folder_is_said(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"tokenizer.json is a git-lfs pointer"):
@@ -549,7 +556,7 @@ def test_a_name_longer_than_the_system_takes_is_one_line():
     with pytest.raises(UserError, match=r"--corpus x+ cannot be read: File name too long"):
         sources.find_files(["x" * 300])
     with pytest.raises(UserError, match=r"--vocab x+ cannot be read: File name too long"):
-        vocabulary.load("x" * 300)
+        load(Path(), "--vocab", "x" * 300, "--corpus", sources.PYTHON_DOCS)
 
 
 def test_text_in_a_language_that_the_vocabulary_lacks_is_refused(folder, tmp_path):

@@ -234,3 +234,9 @@ def test_a_file_of_lines_that_changes_while_it_is_answered_is_one_line(change, t
     change(lines.path)
     with pytest.raises(UserError, match=r"lines.txt (has changed while|cannot be read: No such file)"):
         lines.chunk(0)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_lines_in_utf_16_are_told_to_be_converted(encoding, tmp_path):
+    with pytest.raises(UserError, match=r"line 1: this is not a text file, or one in UTF-16: convert it to UTF-8"):
+        opened(tmp_path, "one\ntwo\n".encode(encoding))

@@ -18,7 +18,7 @@ from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
 from common.uneven.options.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
 from common.uneven.plan import plan_batches
-from tests.harness import SHARED
+from tests.harness import ROOT, SHARED, run
 from tests.small_bert import save_classes, save_conll, save_model, save_ner, sentences
 
 
@@ -258,6 +258,18 @@ def test_a_set_without_any_entity_has_scores_of_zero_and_a_report(tmp_path):
     scores.write_report(tmp_path, {"dev": found}, step=1)
     assert "there are no entities, and none was predicted" in (tmp_path / "report.txt").read_text()
     assert (tmp_path / "confusion.png").stat().st_size > 0
+
+
+def test_a_report_is_written_where_the_locale_knows_no_umlauts(tmp_path):
+    code = (
+        "from pathlib import Path; from bert_ddp.finetune import scores\n"
+        "found = scores.score_classes(['gr\\xfcn', 'rot'], ['gr\\xfcn', 'rot'])\n"
+        f"scores.write_report(Path({str(tmp_path)!r}), {{'dev': found}}, step=1)"
+    )
+    variables = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    done = run("python", "-X", "utf8=0", "-c", code, **variables)
+    assert done.code == 0, done.output
+    assert "gr\xfcn" in (tmp_path / "report.txt").read_text(encoding="utf-8")
 
 
 # --- batches balanced by tokens ----------------------------------------------------------------------------------

@@ -102,7 +102,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         with reading(path, str(path)), path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if b"\0" in line:
-                    raise UserError(f"{path}, line {number}: this is not a text file")
+                    raise UserError(
+                        f"{path}, line {number}: this is not a text file, or one in UTF-16: convert it to UTF-8"
+                    )
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, line {number}: this is not UTF-8 text ({error.reason}): convert it first") from None

@@ -54,7 +54,8 @@ def open_lines(path: Path, chunk_lines: int) -> LineFile:
             digest.update(line)
             position += len(line)
             if b"\0" in line:
-                raise UserError(f"--input {path}, line {number}: this is not a text file")
+                what = "this is not a text file, or one in UTF-16: convert it to UTF-8"
+                raise UserError(f"--input {path}, line {number}: {what}")
             _decoded(line, path, number)
             holding[CR] += line.rstrip(b"\r\n").count(CR)
             holding.update(sign for sign in (MASK, TAB) if sign in line)

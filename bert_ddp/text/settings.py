@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bert_ddp.text import sources
 from bert_ddp.text.flags import CorpusOptions
-from common.errors import UserError
+from common.errors import UserError, reading
 from common.uneven.seeding import derive_seed
 
 FORMAT = 4  # raise it when the same settings give other rows, so that old caches are not used
@@ -96,7 +96,8 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _vocabulary_files(vocab: str | None) -> list[Path]:
-    if vocab is None or not Path(vocab).exists():
+    if vocab is None:
         return []
     path = Path(vocab)
-    return [path] if path.is_file() else sorted(file for file in path.glob("*[vt]o*") if file.is_file())
+    with reading(path, f"--vocab {vocab}"):
+        return [path] if path.is_file() else sorted(file for file in path.glob("*[vt]o*") if file.is_file())

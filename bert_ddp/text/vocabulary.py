@@ -21,6 +21,8 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
     Raises UserError where there is none, or where it lacks a special token that BERT needs.
     """
     with reading(Path(name), f"--vocab {name}"):
+        if Path(name).is_file() and Path(name).suffix == ".json":
+            raise UserError(f"--vocab {name} is one file of a tokenizer: give its folder, or a vocab.txt")
         if Path(name).is_file():
             return from_words(_read_words(Path(name)), lowercase)
     try:
