@@ -16,7 +16,8 @@ from pathlib import Path
 if not __package__:  # started by its path: runs from any folder, without being installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 from common.launch import cli, start, values
 from common.launch.layout import Layout
 

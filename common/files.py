@@ -27,5 +27,5 @@ def refuse_stand_in(path: Path, name: str) -> None:
         first = file.read(20)
     if first.startswith(b"version https://git-"):
         raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
-    if first.startswith(b"\x1f\x8b"):
+    if first.startswith(b"\x1f\x8b\x08"):
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")

@@ -111,8 +111,9 @@ def _from_torchvision(name: str, folder: Path) -> list[tuple[torch.Tensor, torch
     try:
         return _read(folder / kind / "raw")
     except UserError:
-        if not lock.exists():  # else another process may be unpacking these files at this moment
-            raise
+        with reading(folder, f"--data-dir {folder}"):
+            if not lock.exists():  # else another process may be unpacking these files at this moment
+                raise
     except FileNotFoundError:
         pass
     _download(name, kind, folder, lock)
@@ -150,7 +151,9 @@ def _found(folder: Path, kind: str) -> str:
     known = {raw / name for name in FILES}
     alike = sorted({path for depth in range(5) for path in folder.glob("*/" * depth + "*ubyte*")} - known)
     said = f"put {', '.join(missing)} in {raw}"
-    return f"{said}: there are {', '.join(map(str, alike[:MOST_NAMED]))}: move or rename them" if alike else said
+    return (
+        f"{said}: there are {', '.join(map(str, alike[:MOST_NAMED]))}: move, rename or unpack them" if alike else said
+    )
 
 
 def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -161,10 +164,10 @@ def _read(raw: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """The values of an IDX file: magic number, dimensions of four bytes, values. Source: yann.lecun.com/exdb/mnist"""
-    if not path.exists():
-        raise FileNotFoundError(path)
     with reading(path, str(path)):
-        data = path.read_bytes()
+        data = path.read_bytes() if path.exists() else None
+    if data is None:
+        raise FileNotFoundError(path)
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
     expected = len(header) + math.prod(shape)
     if len(data) != expected:

@@ -141,7 +141,7 @@ def test_the_one_file_that_is_missing_is_named_and_the_whole_reason_is_given(tmp
 def test_files_by_other_names_are_named(tmp_path, monkeypatch):
     raw = mnist_files(tmp_path) / "MNIST" / "raw"
     (raw / "t10k-labels-idx1-ubyte").rename(raw / "t10k-labels.idx1-ubyte")  # as Kaggle has it
-    assert f"there are {raw / 't10k-labels.idx1-ubyte'}: move or rename them" in loaded(tmp_path, monkeypatch)
+    assert f"there are {raw / 't10k-labels.idx1-ubyte'}: move, rename or unpack them" in loaded(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("given", [".", "MNIST", "MNIST/raw"])
@@ -180,3 +180,10 @@ def test_a_training_set_of_black_images_is_refused_once_and_not_by_its_loss(tmp_
     folder = mnist_files(tmp_path / "data")
     said = refusal(tmp_path, "--data-dir", folder)
     assert f"--data-dir {folder}: every image of the training set is the same: copy the files again" in said
+
+
+@pytest.mark.parametrize("flag", ["--data-dir", "--out-dir", "--resume"])
+def test_a_name_longer_than_the_system_takes_is_one_line(flag, tmp_path):
+    flags = () if flag == "--data-dir" else FLAGS
+    said = refusal(tmp_path, *flags, flag, tmp_path / ("x" * 300), gpus=(1,))
+    assert "xxx" in said and "File name too long" in said

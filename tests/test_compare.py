@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from common.compare.run import read_run
 from tests.harness import MNIST, Result, play, run
 from tests.test_exactness import DIVIDES, altered
 from tests.test_first_answer import imported
@@ -309,3 +310,11 @@ def test_it_imports_nothing_heavy(tmp_path):
     result = run("python", "-X", "importtime", "-m", "common.compare", metrics, metrics)
     assert result.code == 0, result.output
     assert not imported(result.output) & {"torch", "numpy", "matplotlib"}
+
+
+@pytest.mark.parametrize("state", ["[1]", "3", "[" * 100_000, "\xff"])
+def test_a_state_that_no_run_has_written_is_none(state, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "state.json").write_text(state, encoding="latin-1")
+    assert read_run(tmp_path).state == {}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from bert_ddp.text import sources
 from bert_ddp.text.flags import CorpusOptions
-from common.errors import UserError, reading
+from common.errors import UserError
+from common.files import reading
 from common.uneven.seeding import derive_seed
 
 FORMAT = 4  # raise it when the same settings give other rows, so that old caches are not used

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import reading
 from common.record.metrics import read_metrics
 
 Row = dict[str, Any]
@@ -64,8 +65,10 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """The run in the folder `path`, or that of a metrics.jsonl. Raises UserError where there is none."""
-    if not path.exists():
-        raise UserError(f"{path}: there is no such file or folder: name the --out-dir of a run, or its metrics.jsonl")
+    with reading(path, str(path)):
+        if not path.exists():
+            fix = "name the --out-dir of a run, or its metrics.jsonl"
+            raise UserError(f"{path}: there is no such file or folder: {fix}")
     metrics = path / "metrics.jsonl" if path.is_dir() else path
     rows = _rows(metrics)
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}

@@ -57,9 +57,9 @@ def _new(name: str) -> Path:
 
 
 def _make_writable(folder: Path, resume: str | None) -> None:
-    if (folder / "metrics.jsonl").exists() and resume is None:
-        raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
     try:
+        if (folder / "metrics.jsonl").exists() and resume is None:
+            raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()

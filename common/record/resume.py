@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from common.console import say
 from common.errors import UserError
+from common.files import reading
 from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
@@ -150,9 +151,10 @@ def _attribute(one: Any, name: str) -> Any:
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
     if wanted == "auto":
         return find(folder)
-    if not Path(wanted).is_dir():
-        raise UserError(f"--resume {wanted}: there is no such directory: name a checkpoint, or a run's --out-dir")
-    found = find(Path(wanted))
+    with reading(Path(wanted), f"--resume {wanted}"):
+        if not Path(wanted).is_dir():
+            raise UserError(f"--resume {wanted}: there is no such directory: name a checkpoint, or a run's --out-dir")
+        found = find(Path(wanted))
     if found is None:
         raise UserError(f"--resume {wanted}: there is no checkpoint in it: name a checkpoint, or a run's --out-dir")
     return found
