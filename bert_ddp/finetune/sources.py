@@ -79,8 +79,6 @@ def odd_files(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]
         files_ = _of_role(options.data, role, options.task) if options.data and not hub.is_hub(options.data) else []
         if len(files_) > 1 and str(files_[0]) == source:
             yield f"{source} is the {role} data, and {files_[1]} is not read: --{role} names another"
-        if role != "train" and source == sources["train"] and not hub.is_hub(source):
-            yield f"{source} is both the training and the {role} data: the scores say little"
 
 
 def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
