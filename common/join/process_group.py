@@ -220,7 +220,8 @@ def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str
         if worker.layout.problem:
             raise UserError(worker.layout.problem)
         backend = devices.choose_backend(worker, options.backend)
-        interfaces.check(options, backend, worker.layout)
+        if not worker.membership:  # later the variables are those that `_name_interface` has set
+            interfaces.check(options, backend, worker.layout)
         return devices.choose_device(worker), backend, ""
     except UserError as error:
         if worker.layout.nodes == 1:
