@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.console import say
 from common.errors import ExplainedError, UserError, before_exit
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off
@@ -268,11 +269,11 @@ def join(
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
-    _name_interface(options, own)
+    _name_interface(worker, options, own)
     return Joined(verdict.store, verdict.views, own)
 
 
-def _name_interface(options: JoinOptions, own_address: str) -> None:
+def _name_interface(worker: Worker, options: JoinOptions, own_address: str) -> None:
     """Tell gloo and NCCL the interface of --interface, or else the one that reaches the other ranks, unless a variable
     names another.
 
@@ -280,7 +281,10 @@ def _name_interface(options: JoinOptions, own_address: str) -> None:
     """
     interface = options.interface or network.interface_of(own_address)
     for variable in interfaces.VARIABLES.values():
-        if interface and (options.interface or not os.environ.get(variable)):
+        named = os.environ.get(variable)
+        if named and options.interface and named != interface and not worker.membership and worker.local_rank == 0:
+            say(f"--interface {interface} counts, and not {variable}={named}", worker.rank)
+        if interface and (options.interface or not named):
             os.environ[variable] = interface
 
 
