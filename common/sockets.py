@@ -12,7 +12,10 @@ SHORT = "/tmp"
 def keep_paths_short() -> None:
     """Let this process and those that it starts put their sockets into /tmp where TMPDIR is too long for them, as the
     folder of a job on a cluster may be. Raises UserError where /tmp cannot be written."""
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except OSError:  # no folder can be written: what needs one says so
+        return
     if len(folder.encode()) <= MOST_CHARACTERS:
         return
     tempfile.tempdir = SHORT
