@@ -12,8 +12,7 @@ class Stateful(Protocol):
 
     `state_dict()` returns a dict of tensors, numbers, text, None, and lists, tuples and dicts of these.
     `load_state_dict` takes it again, with all tensors on the CPU, and makes the object what it was, bit for bit. Both
-    are local: rank 0 alone calls `state_dict`, and every rank calls `load_state_dict`. It must be the same on every
-    rank, because only that of rank 0 is saved.
+    are local. The state must be the same on every rank, because only that of rank 0 is saved; ranks compare theirs.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

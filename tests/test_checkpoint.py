@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.launch.layout import Layout
 from common.record import checkpoint, run_json
 from common.record.latest import latest_folder
+from common.record.resume import require_all_schedulers
 from tests.harness import MNIST, nodes_of, play, playing
 from tests.trainers import altered
 
@@ -139,16 +140,28 @@ def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_p
         assert "a OneCycleLR changes from step to step, but run.resume() was not given it" in node.output
 
 
-LATE = {  # made after resume()
-    "ReduceLROnPlateau": "plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
-    "AveragedModel": "average = torch.optim.swa_utils.AveragedModel(net)",
+LATE = {  # made after resume(), and used after each step
+    "ReduceLROnPlateau": ("used = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)", "pass"),
+    "AveragedModel": ("used = torch.optim.swa_utils.AveragedModel(net)", "used.update_parameters(net)"),
 }
+
+
+def test_schedulers_within_schedulers_and_a_model_with_its_optimizer_are_not_missed():
+    net = small_net()
+    net.optimizer = optimizer = torch.optim.AdamW(net.parameters())
+    schedulers = torch.optim.lr_scheduler
+    chained = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer), schedulers.LinearLR(optimizer)])
+    whole = schedulers.SequentialLR(optimizer, [schedulers.LinearLR(optimizer), chained], milestones=[5])
+    require_all_schedulers({"optimizer": optimizer, "scheduler": whole})
+    with pytest.raises(UserError, match="was not given it"):
+        require_all_schedulers({"optimizer": optimizer, "scheduler": chained})
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_what_else_changes_from_step_to_step_and_is_not_among_the_states_is_named_after_the_first(name, tmp_path):
-    loop = "        while True:\n"
-    trainer = altered(tmp_path / "more_ddp", {loop: f"        {LATE[name]}\n{loop}"})
+    loop, update, (made, use) = "        while True:\n", "            scheduler.step()\n", LATE[name]
+    changes = {loop: f"        {made}\n{loop}", update: f"{update}            {use}\n"}
+    trainer = altered(tmp_path / "more_ddp", changes)
     for node in playing(trainer, nodes_of((1,), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
         assert f"a {name} changes from step to step, but run.resume() was not given it" in node.output

@@ -739,7 +739,13 @@ def test_experts_with_a_loss_that_balances_them_are_exact(exact):
 
 def test_other_data_of_the_same_length_on_one_rank_are_named(refused):
     other = "torch.utils.data.Subset(Samples(99), range(worker.rank, 90 + worker.rank))"
-    refused("the data is ", "rank 0: every rank must build the same model and read the same data", data=other)
+    refused("the data is ", "rank 0: every rank must read the same data, in the same order", data=other)
+
+
+def test_data_that_machines_decode_differently_may_be_named(outputs):
+    noisy = "[(point + 1e-12 * worker.rank, label) for point, label in Samples(90)]"
+    results, losses = outputs((2, 1), data=noisy, wrap="layout_dependent=['the data']")
+    assert [result.code for result in results] == [0, 0] and len(losses) == 9
 
 
 PACKED = """

@@ -22,9 +22,10 @@ def check_sentences(sentences: Sequence[Sentence], source: str, role: str) -> No
     several = [one.words for one in sentences if len(one.words) > 1]
     place = sentences[0].places[0] if sentences[0].places else source
     fix = "the word must be in the first column, and its label in the last"
-    if several and all(_counts(words) for words in several):
+    says_something = role == "train" or len(several) >= ENOUGH
+    if several and says_something and all(_counts(words) for words in several):
         raise UserError(f"{place}: the first column numbers the words of each sentence: {fix}")
-    if sum(map(len, several)) > 2 and all(len(set(words)) == 1 for words in several):
+    if sum(map(len, several)) > 2 and says_something and all(len(set(words)) == 1 for words in several):
         raise UserError(f"{place}: the first column is the same in all lines of a sentence: {fix}")
     words = [word for one in sentences for word in one.words]
     if role == "train" and not any(character.isalpha() for word in words for character in word):

@@ -8,7 +8,7 @@ from common.compare.run import Run
 from common.errors import UserError
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-SAME_RATE = 1e-6  # relative, or absolute below 1
+SAME_RATE = 1e-6  # relative
 NOT_MEASURES = {"kind", "step", "epoch", "training_seconds"}  # of an eval row
 
 
@@ -59,9 +59,15 @@ def compare(a: Run, b: Run, tolerance: float) -> Comparison:
         for name, value in a.evaluations[step].items()
         if name not in NOT_MEASURES and name in b.evaluations[step]
     ]
-    rates = [step for step in steps if difference(a.train[step].get("lr"), b.train[step].get("lr")) > SAME_RATE]
+    rates = [step for step in steps if not _same_rate(a.train[step].get("lr"), b.train[step].get("lr"))]
     missing = [f"A {what}" for what in a.lacks(b)] + [f"B {what}" for what in b.lacks(a)]
     return Comparison(tolerance, losses, evaluations, next(iter(rates), None), missing)
+
+
+def _same_rate(first: Any, second: Any) -> bool:
+    if not all(isinstance(value, int | float) for value in (first, second)):
+        return first == second
+    return math.isclose(first, second, rel_tol=SAME_RATE)
 
 
 def difference(first: Any, second: Any) -> float:

@@ -31,7 +31,7 @@ class InMemoryState:
         layers = self.model.named_modules()
         self.owners = [(f"{name}.".lstrip("."), layer) for name, layer in layers if layer._buffers]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.versions: dict[str, tuple[int, int]] = {}
+        self.seen: dict[str, tuple[Any, int]] = {}  # the buffer itself, and how often it was written
         self.note_step(self.step, self.noted)
 
     def note_step(self, step: int, noted: list[Any]) -> None:
@@ -39,8 +39,11 @@ class InMemoryState:
         self.step, self.noted = step, noted
         for prefix, layer in self.owners:
             for name, buffer in layer._buffers.items():
-                if buffer is not None and self.versions.get(prefix + name) != (id(buffer), buffer._version):
-                    self.versions[prefix + name] = id(buffer), buffer._version
+                if buffer is None:
+                    continue
+                seen, version = self.seen.get(prefix + name, (None, 0))
+                if buffer is not seen or buffer._version != version:
+                    self.seen[prefix + name] = buffer, buffer._version
                     self.buffers[prefix + name] = buffer.detach().clone()
 
     def last_steps(self) -> list[Any]:

@@ -10,7 +10,7 @@ from common.launch.reading import number
 
 WORDS = {
     "TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL"),
-    "GLOO_DEVICE_TRANSPORT": ("TCP", "TCP_TLS", "UV", "IBVERBS"),
+    "GLOO_DEVICE_TRANSPORT": ("TCP", "TCP_TLS", "UV", "LINUX", "IBVERBS"),
 }
 WHOLE_NUMBERS = ("_SIZE", "_SEC", "_MILSEC")  # how the names of torch's numbers end
 
@@ -18,8 +18,9 @@ WHOLE_NUMBERS = ("_SIZE", "_SEC", "_MILSEC")  # how the names of torch's numbers
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raises UserError for a variable that torch cannot read."""
     for name, allowed in WORDS.items():
-        if (value := environ.get(name)) is not None and value.upper() not in allowed:
+        value = environ.get(name)
+        if value is not None and (value if name.startswith("GLOO") else value.upper()) not in allowed:
             raise UserError(f"{name} is {value!r} in the environment: give {', '.join(allowed)}, or unset it")
     for name in environ:
         if name.startswith(("TORCH_NCCL_", "TORCH_FR_")) and name.endswith(WHOLE_NUMBERS):
-            number(environ, name)
+            number(environ, name, minimum=-(2**63))

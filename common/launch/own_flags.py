@@ -75,7 +75,7 @@ def _master(flags: LayoutFlags, environ: Mapping[str, str], nodes: int, node_ran
             f"--master-addr is missing: node {node_rank} must know where node 0 is; "
             "start node 0 first, it prints the exact command for this node (or set MASTER_ADDR)"
         )
-    if node_rank == 0 and address.startswith("localhost"):  # it means another machine on each node
+    if node_rank == 0 and address.partition(":")[0] == "localhost":  # it means another machine on each node
         address = ""
     return tcp_address(address or "0.0.0.0", port or DEFAULT_MASTER_PORT)
 

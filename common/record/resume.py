@@ -1,13 +1,13 @@
 """`--resume`: load a checkpoint on every rank. Rank 0 reads it, so the nodes need no shared disk."""
 
 import gc
-import inspect
 import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from common.console import say
@@ -42,7 +42,7 @@ def resume(
     """
     _require_all_optimizers(model, states)
     if not members.generation:
-        require_all_schedulers(states, model)
+        require_all_schedulers(states)
     if (step := members.restore(folder, model, states)) is not None:
         return step
     if options.resume is None:
@@ -104,48 +104,48 @@ def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> N
         )
 
 
-def require_all_schedulers(states: dict[str, Stateful], net: torch.nn.Module) -> None:
-    """Raise UserError for a scheduler of one of the optimizers, or an average of the weights of `net`, that is neither
-    among the states nor an attribute of one: a resumed run would begin it anew.
-
-    Found are objects that have an optimizer as their attribute `optimizer`, and a state_dict, as all schedulers of
-    torch have; and torch's AveragedModel. What has neither cannot be seen.
-    """
+def require_all_schedulers(states: dict[str, Stateful]) -> None:
+    """Raise UserError for a scheduler of torch that changes one of the optimizers, and is neither among the states nor
+    an attribute of one: a resumed run would begin it anew."""
     optimizers = [one for one in states.values() if isinstance(one, torch.optim.Optimizer)]
-    for found in [*_holders(optimizers), *_averages(net)]:
-        if not any(one is found or _has_attribute(one, found) for one in states.values()):
-            raise UserError(
-                f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
-                "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)",
-                same_on_every_rank=True,
-            )
-
-
-def _holders(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
-    """Objects with a state_dict that have one of these as their attribute `optimizer`."""
-    found: dict[int, Any] = {}
     for optimizer in optimizers:
-        for referrer in gc.get_referrers(optimizer):
-            owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
-            found |= {id(owner): owner for owner in owners if _attribute(owner, "optimizer") is optimizer}
-    return [owner for owner in found.values() if hasattr(type(owner), "state_dict")]
+        for scheduler in _schedulers_of(optimizer):
+            if not any(_reaches(one, scheduler) for one in states.values()):
+                raise _not_given(scheduler)
 
 
-def _averages(net: torch.nn.Module) -> list[Any]:
+def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
+    """Raise UserError for torch's AveragedModel, made of `net`, that has been updated once, after the first step, and
+    is neither among the states nor an attribute of one. Averages of other kinds cannot be seen."""
     shapes = [one.shape for one in net.parameters()]
-    averages = [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]
-    return [one for one in averages if [parameter.shape for parameter in one.parameters()] == shapes]
+    for average in [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]:
+        is_of_net = [one.shape for one in average.parameters()] == shapes and int(average.n_averaged) == 1
+        if is_of_net and not any(_reaches(one, average) for one in states.values()):
+            raise _not_given(average)
 
 
-def _has_attribute(one: Any, value: Any) -> bool:
-    attributes = getattr(one, "__dict__", {}).values()
-    lists = [attribute for attribute in attributes if isinstance(attribute, list | tuple)]
-    return any(attribute is value for attribute in [*attributes, *itertools.chain(*lists)])
+def _not_given(found: object) -> UserError:
+    return UserError(
+        f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
+        "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)"
+    )
 
 
-def _attribute(one: Any, name: str) -> Any:
-    """Without running code of its class."""
-    return inspect.getattr_static(one, name, None)
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
+    found: dict[int, LRScheduler] = {}
+    for referrer in gc.get_referrers(optimizer):
+        owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
+        found |= {id(one): one for one in owners if isinstance(one, LRScheduler) and one.optimizer is optimizer}
+    return list(found.values())
+
+
+def _reaches(one: Any, wanted: object) -> bool:
+    """Whether this is the object, or has it as an attribute, also within lists and within schedulers."""
+    if one is wanted:
+        return True
+    attributes = list(getattr(one, "__dict__", {}).values())
+    attributes += itertools.chain(*(value for value in attributes if isinstance(value, list | tuple)))
+    return any(value is wanted or (isinstance(value, LRScheduler) and _reaches(value, wanted)) for value in attributes)
 
 
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:

@@ -38,7 +38,7 @@ from common.launch import cli
 from common.launch.layout import Worker
 from common.launch.options import RunOptions
 from common.record.folder import open_folder
-from common.record.resume import require_all_schedulers, resume
+from common.record.resume import require_all_schedulers, require_average, resume
 from common.record.trackers import Tracker
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending
@@ -300,17 +300,24 @@ class Run:
         if (saves or evaluates or self.log.is_due) and (steps := self.log.exchange(self.ending.interrupts.received)):
             self.checkpointer.unsaved_seconds = steps.unsaved_seconds
             self.ending.agree(steps)
-            if self.is_first_exchange and not self.members.generation:  # what is made once has been made by now
-                require_all_schedulers(self.states, self.net)
-            if self.is_first_exchange and self.nodes.is_synchronized:  # later, each checkpoint compares them
+            if self.is_first_exchange:
                 self.is_first_exchange = False
-                self.checkpointer.compare(self.step, self.net, self.states)
+                self._look_once()
             for done in steps.done:
                 self.precision.require_finite(done.step, done.loss, done.grad_norm)
         self.evaluation_is_due = evaluates and self.log.evaluated_step != self.step
         self.checkpoint_is_due = saves
         if self.evaluation_is_due:
             self._stopped_clock.enter_context(self.log.pause())  # its time does not count as training
+
+    def _look_once(self) -> None:
+        """What is made only once has been made by the end of the first step, and what one rank alone does has been
+        done. Later, each checkpoint compares the ranks. Every rank must call this."""
+        if not self.members.generation:
+            require_all_schedulers(self.states)
+            require_average(self.states, self.net)
+        if self.nodes.is_synchronized:
+            self.checkpointer.compare(self.step, self.net, self.states)
 
     @property
     def _epoch_ends(self) -> bool:
@@ -360,6 +367,10 @@ class Run:
         Into another folder than "checkpoints" go the weights alone, of one step only, with `numbers` in its state.json.
         Raises Interrupted where a signal has asked for the end of the run.
         """
+        if not hasattr(self, "checkpointer"):
+            raise UserError(
+                "--eval-only writes no checkpoint: call run.save() after a step, or where run.checkpoint_is_due"
+            )
         is_main = into == "checkpoints"
         states, keep = (self.states, self.args.keep) if is_main else ({}, 1)
         fields = self.data_fingerprint | self.config | {"precision": self.precision.name} | numbers
@@ -370,7 +381,8 @@ class Run:
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
-        self.checkpointer.finish()
+        if hasattr(self, "checkpointer"):
+            self.checkpointer.finish()
 
     def pause(self) -> AbstractContextManager[None]:
         """Use around work between two steps that is not training."""

@@ -137,7 +137,13 @@ def wrap(
     """
     require_global_batches(batches)
     timer = batches.timer
-    require_same({"the plan": batches.plan, "the data": batches.data_fingerprint(), **description(net)})
+    require_same({"the plan": batches.plan, **description(net)})
+    if "the data" not in layout_dependent:
+        fix = (
+            "every rank must read the same data, in the same order. If the machines only decode them differently, name "
+        )
+        fix += "it in wrap(..., layout_dependent=['the data'])"
+        require_same({"the data": batches.data_fingerprint()}, fix)
     refuse_batch_norm(net, layout_dependent)
     if pad_empty_batch and needs_whole_parts(net):
         raise UserError(

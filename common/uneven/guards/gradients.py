@@ -43,7 +43,8 @@ class Guard:
         `ranks` is the process group that this one's gradients are summed over."""
         self.device, self.ranks, self.models = device, ranks, models
         self.number = len(models) + 1  # in the order of `wrap`
-        self.versions = dict(self._buffer_versions())
+        # The buffers themselves: the number of one that was replaced may be that of the next.
+        self.buffers = {name: (buffer, version) for name, buffer, version in self._buffer_versions()}
         self.hooks = [
             one.register_post_accumulate_grad_hook(partial(self._note_left, name))
             for name, one in self.parameters
@@ -82,12 +83,12 @@ class Guard:
         self.require_all_reached(all_reduced)
         self.require_same_buffers()
 
-    def _buffer_versions(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _buffer_versions(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         for layer_name, layer in self.layers:
             for own_name, buffer in layer._buffers.items():  # named_buffers() takes five times as long
                 name = f"{layer_name}.{own_name}".lstrip(".")
                 if buffer is not None and name not in self.may_change:
-                    yield name, (id(buffer), buffer._version)
+                    yield name, buffer, buffer._version
 
     def require_whole_part(self, is_last: bool) -> None:
         """Raise UserError if a part is cut into micro-batches, and a layer needs the statistics of the whole."""
@@ -153,7 +154,11 @@ class Guard:
 
     def require_same_buffers(self) -> None:
         """Raise UserError if training has changed a buffer since `wrap`."""
-        changed = [name for name, version in self._buffer_versions() if self.versions.get(name) != version]
+        changed = []
+        for name, buffer, version in self._buffer_versions():
+            before, version_before = self.buffers.get(name, (None, 0))
+            if buffer is not before or version != version_before:
+                changed.append(name)
         if changed:
             raise UserError(
                 f"training changes the buffer {shown(changed)}, on each rank by its own samples, so the result would "

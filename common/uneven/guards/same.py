@@ -1,7 +1,6 @@
 """What must be the same on every rank: model, data, and after each step the weights."""
 
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,12 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.guards.fingerprint import fingerprint
 
+SAME_MODEL = "every rank must build the same model and read the same data"
 SAME = 1e-9  # relative: processors of different kinds may round an exponential differently
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
-def require_same(values: Mapping[str, object]) -> None:
+def require_same(values: Mapping[str, object], fix: str = SAME_MODEL) -> None:
     """Raise the same UserError on every rank unless `values` are the same on all. Every rank must call this."""
     mine = {name: str(value) for name, value in values.items()}
     if len(set(_gathered(fingerprint(mine)))) == 1:
@@ -26,9 +26,7 @@ def require_same(values: Mapping[str, object]) -> None:
             here, there = first.get(name, "missing"), other.get(name, "missing")
             if here != there:
                 raise UserError(
-                    f"{name} is {there} on rank {rank}, but {here} on rank 0: every rank must build the same model "
-                    "and read the same data",
-                    same_on_every_rank=True,
+                    f"{name} is {there} on rank {rank}, but {here} on rank 0: {fix}", same_on_every_rank=True
                 )
 
 
@@ -39,8 +37,9 @@ def require_same_numbers(numbers: Mapping[str, float], what: str) -> None:
     first, *others = _gathered({name: float(value) for name, value in numbers.items()})
     for rank, other in enumerate(others, start=1):
         for name in first | other:
-            here, there = first.get(name), other.get(name)
-            if here is None or there is None or not math.isclose(here, there, rel_tol=SAME, abs_tol=SAME):
+            here, there = first.get(name, math.inf), other.get(name, math.inf)
+            both_nan = math.isnan(here) and math.isnan(there)
+            if not both_nan and not math.isclose(here, there, rel_tol=SAME, abs_tol=SAME):
                 raise UserError(
                     f"{what} has found {name} {there} on rank {rank}, but {here} on rank 0: it must be that of all "
                     "ranks. Add up sums and counts over the ranks (Sums.reduce() of common.uneven.sums), and divide "
@@ -88,7 +87,8 @@ def _checksum(tree: Any, device: torch.device) -> torch.Tensor:
     """An int64 of the bits of all tensors, without waiting for the device, and of all numbers."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     if isinstance(tree, torch.Tensor):
-        numbers = torch.view_as_real(tree.detach()) if tree.is_complex() else tree.detach()
+        dense = tree.detach() if tree.layout == torch.strided else tree.detach().to_dense()
+        numbers = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         return numbers.contiguous().view(BITS[numbers.element_size()]).sum(dtype=torch.int64).to(device)
     if isinstance(tree, Mapping):
         tree = list(tree.values())
@@ -96,7 +96,7 @@ def _checksum(tree: Any, device: torch.device) -> torch.Tensor:
         for value in tree:
             total = total * 31 + _checksum(value, device)  # wraps around
     elif isinstance(tree, int | float):
-        total += int.from_bytes(struct.pack("d", tree), "little", signed=True)
+        total += hash(tree)  # of numbers, the same in every process
     return total
 
 
