@@ -123,10 +123,10 @@ LEAVES = """import common.elastic.group as joining
 disconnect = joining.disconnect
 
 
-def die_before_others_are_let_in(worker, *rest):
+def die_before_others_are_let_in(worker, *rest, **more):
     if worker.membership and worker.membership.generation == 1 and worker.membership.original.rank == 0:
         __import__("os").kill(__import__("os").getpid(), 9)
-    disconnect(worker, *rest)
+    disconnect(worker, *rest, **more)
 
 
 joining.disconnect = die_before_others_are_let_in
@@ -224,11 +224,11 @@ LOSES = """import time
 import torch
 import torch.distributed as dist
 from common.run.checkpointer import Checkpointer
-compare = Checkpointer._compare_weights
+compare = Checkpointer.compare
 
 
-def compare_and_lose(self, step, net):
-    compare(self, step, net)
+def compare_and_lose(self, step, *rest):
+    compare(self, step, *rest)
     if step == 46 and not self.members.generation:  # next, all but rank 0 wait on the store
         if self.group.worker.rank == 0:
             dist.recv(torch.zeros(1), src=3)
@@ -236,7 +236,7 @@ def compare_and_lose(self, step, net):
             time.sleep(600)
 
 
-Checkpointer._compare_weights = compare_and_lose
+Checkpointer.compare = compare_and_lose
 """
 
 

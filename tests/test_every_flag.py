@@ -151,7 +151,7 @@ def runs(trainer, tmp_path_factory):
     one = nodes_of((1,), folder / "compiled", *flags, "--global-batch", 8, "--max-steps", 1, "--compile")[0]
     one.environ = {"TORCH_LOGS": "dynamo"}  # read when torch is imported
     command = ("python", script, *one.flags)
-    found.compiled = lambda: run(*command, **one.environ, PYTHONPATH=str(ROOT)).output
+    found.compiled = lambda: run(*command, timeout=800, **one.environ, PYTHONPATH=str(ROOT)).output
     return found
 
 

@@ -131,7 +131,7 @@ def test_an_installed_node_and_a_checkout_with_the_same_code_agree(binaries, tmp
 def test_an_installed_node_with_other_code_is_refused(wheel, tmp_path):
     binaries = make_environment(tmp_path / "environment")
     install(binaries, wheel)
-    with (site_packages(binaries.parent) / "common" / "uneven" / "batching.py").open("a") as source:
+    with (site_packages(binaries.parent) / "common" / "uneven" / "plan.py").open("a") as source:
         source.write("# an edit on one node\n")
     first, second = both_nodes(free_port(), "--max-steps", 2)
     command = start("mnist-distributed.py", *first, "--out-dir", tmp_path / "run", **activated(binaries))

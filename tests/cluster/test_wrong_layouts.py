@@ -45,7 +45,7 @@ def hetseq(hosts, url: str, *places: tuple[str, int, int, int], wrap: dict[str, 
 
 def test_an_interface_that_one_node_does_not_have(hosts, warm):
     results = two_nodes(hosts, warm, second=("--interface", "ib0"))
-    assert_refused(results, "--interface is ib0, but nodeb has", "uneven-vb")
+    assert_refused(results, "--interface is ib0, but this node has no such interface", "uneven-vb")
 
 
 @pytest.mark.parametrize("backend", ["mpi", "ucc"])
