@@ -15,6 +15,16 @@ UPDATE = "            scheduler.step()\n"
 DAMAGE = "            if run.step == 4 and worker.rank == 1:\n"
 DAMAGE += "                next(net.parameters()).data.view(-1)[0] += 1e-9\n"
 
+ODD = """class Odd:
+    def state_dict(self):
+        return {"best": math.nan, "worst": -math.inf}
+
+    def load_state_dict(self, state):
+        pass
+
+
+"""
+
 
 def not_finite(folder, steps):
     """The MNIST trainer whose last rank has a loss that is not a number in these steps, which count from 0."""
@@ -65,6 +75,11 @@ def test_what_one_rank_alone_has_changed_in_the_first_step_is_said_after_it(alon
     said = play(altered(tmp_path / "alone_ddp", {UPDATE: change + UPDATE}), (2, 1), tmp_path / "run", *FLAGS)[0].output
     assert f"warning: after step 1, rank 0 has not the same {what} as the other ranks" in said
     assert "as under `if rank == 0`?" in said
+
+
+def test_a_state_that_holds_no_number_on_every_rank_is_the_same(tmp_path):
+    odd = {", scheduler=scheduler": ", scheduler=scheduler, odd=Odd()", "def train(": ODD + "def train("}
+    assert "bit by bit" not in play(altered(tmp_path / "odd_ddp", odd), (2, 1), tmp_path / "run", *FLAGS)[0].output
 
 
 def test_a_scheduler_that_one_rank_alone_steps_ends_all_with_both_rates(tmp_path):

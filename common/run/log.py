@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from common.console import say
@@ -96,7 +97,7 @@ class StepLog:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def note(self, step: int, lr: float | Any, grad_norm: Any, count: float) -> None:
+    def note(self, step: int, lr: float | torch.Tensor, grad_norm: torch.Tensor, count: float) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
         Its loss is what backward has had; `count` is what the sum over all ranks was divided by.

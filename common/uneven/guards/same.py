@@ -96,7 +96,7 @@ def _checksum(tree: Any, device: torch.device) -> torch.Tensor:
         for value in tree:
             total = total * 31 + _checksum(value, device)  # wraps around
     elif isinstance(tree, int | float):
-        total += hash(tree)  # of numbers, the same in every process
+        total += 0 if tree != tree else hash(tree)  # the same in every process, but for what is not a number
     return total
 
 
