@@ -62,23 +62,23 @@ def load(
 ) -> tuple[ImageDataset, ImageDataset, str]:
     """(training set, test set, fingerprint of both), in the memory of `device`.
 
-    Downloads what is not in `folder`, one process at a time. Raises UserError for damaged files and RunError
+    Downloads what is not in `folder`, one process at a time. Raises UserError for damaged files, RunError
     where the download fails.
     """
     parts = _digits() if name == "digits" else _from_torchvision(name, folder)
     (train_images, train_labels), (test_images, test_labels) = parts
     normal = _normalisation(train_images).to(dtype)
     train = ImageDataset(train_images, train_labels, normal, device)
+    _require_variety(train, folder)
     test = ImageDataset(test_images, test_labels, normal, device)
     return train, test, fingerprint(train_images, train_labels, test_images, test_labels)
 
 
-def check(train: ImageDataset, folder: Path) -> None:
+def _require_variety(train: ImageDataset, folder: Path) -> None:
     """Raise UserError where there is nothing to learn from the training set as a whole, which is from `folder`."""
     for what, values in (("image", train.images[:1000]), ("label", train.labels)):
         if (values == values[0]).all() or values[0].isnan().any():  # normalised, a set of one grey level is not finite
-            problem = f"every {what} of the training set is the same: copy the files again"
-            raise UserError(f"--data-dir {folder}: {problem}", same_on_every_rank=True)
+            raise UserError(f"--data-dir {folder}: every {what} of the training set is the same: copy the files again")
 
 
 def _normalisation(images: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ def train(worker: Worker, args: Namespace) -> None:
         with run.first_on_node(f"the data set {args.dataset}"):
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # between the ranks, and with the checkpoint of --resume
-        data.check(train_set, args.data_dir)
         run.describe(data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images")
         batches, test_loader = run.global_batches(train_set), run.evaluation_loader(test_set)
 
