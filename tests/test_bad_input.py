@@ -31,9 +31,11 @@ def mnist_files(folder, **damage):
     raw.mkdir(parents=True)
     for prefix, count in (("train", 60_000), ("t10k", 10_000)):
         header = (2049).to_bytes(4) + count.to_bytes(4)
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(count))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(10)) * (count // 10))
         shape = b"".join(number.to_bytes(4) for number in (2051, count, 28, 28))
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(shape + bytes(count * 28 * 28))
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(
+            shape + (bytes(range(251)) * (count * 28 * 28 // 251 + 1))[: count * 28 * 28]
+        )
     for name, content in damage.items():
         (raw / name.replace("_", "-")).write_bytes(content)
     return folder
@@ -177,7 +179,8 @@ def test_a_download_that_breaks_off_is_not_blamed_on_the_folder(tmp_path, monkey
 
 
 def test_a_training_set_of_black_images_is_refused_once_and_not_by_its_loss(tmp_path):
-    folder = mnist_files(tmp_path / "data")
+    header = b"".join(number.to_bytes(4) for number in (2051, 60_000, 28, 28))
+    folder = mnist_files(tmp_path / "data", train_images_idx3_ubyte=header + bytes(60_000 * 28 * 28))
     said = refusal(tmp_path, "--data-dir", folder)
     assert f"--data-dir {folder}: every image of the training set is the same: copy the files again" in said
 

@@ -21,7 +21,6 @@ for module, names in (
     (supervisor, ("GRACE_SECONDS", "TELL_SECONDS")),
     (ended, ("CONNECT_SECONDS",)),
     (lost, ("ANSWER_SECONDS", "LINGER_SECONDS")),
-    (joining, ("LINGER_SECONDS",)),
 ):
     for name in names:
         assert hasattr(module, name)

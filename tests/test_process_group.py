@@ -11,6 +11,7 @@ SILENCE = 8  # seconds of --timeout, once all are connected, which may take long
 IMPORTS = """
 from dataclasses import replace
 import common.join.process_group as joining
+from common.join import lost
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
 """
@@ -54,13 +55,19 @@ FROZEN = """
 """
 
 SAME_ERROR = """
-        joining.LINGER_SECONDS = 3600.0  # if rank 0 waited for the others before it speaks, it would wait so long
+        lost.LINGER_SECONDS = 3600.0  # if rank 0 waited for the others before it speaks, it would wait so long
         if worker.rank:
             while "find wrong" not in (FOLDER / "node-0-0.log").read_text():
                 time.sleep(0.05)
             time.sleep(1)  # a rank 0 that does not stay has time to end
             group.store.check(["anything"])  # which rank 0 holds
-        raise UserError("what all ranks find wrong", same_on_every_rank=True)
+        raise UserError("what all ranks find wrong"{same})
+"""
+
+ALONE = """
+        if worker.is_main:
+            raise {error}("rank 0 is at its wits' end")
+        dist.barrier()
 """
 
 
@@ -122,10 +129,10 @@ def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, sil
         assert result.code == 1 and re.search(said, result.output), result.output
 
 
-@pytest.fixture(scope="module")
-def same_error(tmp_path_factory):
+@pytest.fixture(scope="module", params=[", same_on_every_rank=True", ""], ids=["known to be", "not known to be"])
+def same_error(request, tmp_path_factory):
     """The results of the nodes of a run in which all ranks raise the same error, rank 0 first."""
-    return playing_body(SAME_ERROR, tmp_path_factory.mktemp("same-error")).results()
+    return playing_body(SAME_ERROR.format(same=request.param), tmp_path_factory.mktemp("same-error")).results()
 
 
 def test_rank_0_stays_until_all_ranks_have_raised_the_same(same_error):
@@ -137,3 +144,14 @@ def test_rank_0_stays_until_all_ranks_have_raised_the_same(same_error):
 def test_rank_0_says_what_is_wrong_before_it_waits_for_the_others(same_error):
     """Otherwise the others, which wait for its words, would never have ended."""
     assert "what all ranks find wrong" in same_error[0].output
+
+
+@pytest.mark.parametrize("error, code", [("UserError", 2), ("RunError", 1)])
+def test_what_rank_0_alone_finds_wrong_is_said_by_the_others_with_its_exit_code(error, code, tmp_path):
+    first, *others = playing_body(
+        "        lost.ANSWER_SECONDS = 200.0\n" + ALONE.format(error=error), tmp_path
+    ).results()
+    assert first.code == code and first.output.endswith("error: rank 0 is at its wits' end\n")
+    for other in others:
+        assert other.code == code, other.output
+        assert re.search(r"error: lost rank 0, node 0 \(.*\): failed: rank 0 is at its wits' end; see", other.output)

@@ -25,7 +25,6 @@ from common.join.process_group import (
     join,
     remove_meeting_file,
     set_timeout,
-    working,
 )
 from common.join.store import OpenStore
 from common.launch.layout import Worker
@@ -52,8 +51,8 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
         with membership.connecting():
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
             set_timeout(membership.collective_seconds)
-        with working(group, connections):
-            yield group, ElasticMembers(group, membership)
+        connections.note()
+        yield group, ElasticMembers(group, membership)
         leave()
     remove_meeting_file(worker)
 

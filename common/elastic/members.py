@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch.distributed as dist
 
@@ -18,10 +19,10 @@ from common.elastic.change import attend, follow, meet
 from common.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
 from common.elastic.membership import ADDRESSES, LetIn, Membership, address_of
 from common.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
-from common.errors import ExplainedError, MembersChanged, RankLost, RunError
+from common.errors import ExplainedError, MembersChanged, RankLost, RunError, before_exit
 from common.join import ended, network
 from common.join.connections import Connections
-from common.join.lost import MEET, TIMEOUTS, in_words, is_contact_lost, within
+from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
 from common.join.view import places
 from common.join.waiting import poll
@@ -128,9 +129,10 @@ def surviving(
         if not (is_contact_lost(error) or isinstance(error, RankLost)):
             if isinstance(error, ExplainedError) and error.same_on_every_rank:
                 dismiss(members, error)
+                if not hasattr(error, "before_exit"):  # a turn waits until all know of its failure
+                    before_exit(error, partial(ended.leave, worker, store, LINGER_SECONDS))
             else:
-                cause = ended.cause_of(error)
-                within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
+                within(ANSWER_SECONDS, partial(ended.post_error, store, worker.rank, error))
             raise
         _leave_at_once(connections)  # the other ranks, which may wait for this one, notice it now
         within(0.0, lambda: store.set(MEET, ""))  # and those that wait on the store, which may not answer

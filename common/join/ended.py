@@ -2,6 +2,8 @@
 
 lost/ended      counts the posts
     /ended/N    a rank and the cause, as JSON; of several posts for a rank the first one counts
+    /mistake    there where a rank has ended with a UserError
+left/RANK       this rank makes no more requests to the store
 """
 
 import json
@@ -9,8 +11,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from common.errors import ExplainedError
+from common.errors import ExplainedError, UserError
 from common.join.store import connect, split
+from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 
@@ -22,6 +25,13 @@ MOST_CHARACTERS = 300  # of a cause
 def post(store: dist.Store, rank: int, cause: str) -> None:
     """Post why `rank` has ended. `store` is that of the run."""
     store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause}))
+
+
+def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Post that `rank` ends with this error."""
+    if isinstance(error, UserError):
+        store.set("lost/mistake", "")
+    post(store, rank, cause_of(error))
 
 
 def posted(store: dist.Store) -> dict[int, str]:
@@ -43,6 +53,14 @@ def running(store: dist.Store, worker: Worker) -> list[int]:
 def all_have(name: str, store: dist.Store, ranks: Sequence[int]) -> bool:
     """Whether each of these ranks has set its key `name/RANK`."""
     return store.check([f"{name}/{rank}" for rank in ranks])
+
+
+def leave(worker: Worker, store: dist.Store, seconds: float, lost: Sequence[int] = ()) -> None:
+    """Note that this rank no longer needs the store. Rank 0, whose process may serve it, first waits for the others,
+    except for those `lost`, to be done with it or to have ended: for at most `seconds`."""
+    store.set(f"left/{worker.rank}", "")
+    if worker.is_main:
+        poll(lambda: all_have("left", store, [rank for rank in running(store, worker) if rank not in lost]), seconds)
 
 
 def cause_of(error: BaseException) -> str:

@@ -5,7 +5,6 @@ is there, looks up the processes of its own machine, and reads what others have 
 
 lost/survivor         counts the survivors that have posted
     /survivor/N       one of them: its rank, and what its error says, as JSON
-    /left             counts the survivors that no longer need the store
     /meet             there once a rank has gone to meet the others (--elastic), who may be waiting on the store
 """
 
@@ -20,7 +19,7 @@ from typing import TypeVar
 import psutil
 import torch.distributed as dist
 
-from common.errors import RankLost, RunError, before_exit
+from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join import ended
 from common.join.connections import Connections
 from common.join.view import node_of, places
@@ -34,7 +33,7 @@ CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted witho
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
 SEARCH_LATE_SECONDS = 1.0  # the same, where a rank has waited for --timeout already
 ANSWER_SECONDS = 1.0  # for the store, after that
-LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long for the other survivors
+LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long for the others
 
 # parts of the errors that gloo, NCCL and the store raise on the surviving ranks
 TIMEOUTS = (
@@ -79,8 +78,8 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, connections: Connections) -> Iterator[None]:
-    """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it. Where
-    this rank fails by itself, post the cause for the others.
+    """Raise RunError, which names the rank that was lost, in place of an error that torch raises because of it; raise
+    UserError where that rank has met one. Where this rank fails by itself, post the cause for the others.
 
     This takes a few seconds at most. `views` are those of all ranks, by rank; `connections` those between them, which
     are closed then, so that all survivors search at the same time.
@@ -89,15 +88,28 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, conne
         yield
     except (Exception, KeyboardInterrupt) as error:
         if not is_contact_lost(error):
-            if worker.world_size > 1 and not getattr(error, "same_on_every_rank", False):
-                cause = ended.cause_of(error)
-                within(ANSWER_SECONDS, lambda: ended.post(store, worker.rank, cause))
+            _let_know(worker, store, connections, error)
             raise
         connections.close()
         search = _Search(worker, views, store, str(error))
-        explained = RankLost(search.run())
+        explained = search.run()
         before_exit(explained, search.linger)
         raise explained from None
+
+
+def _let_know(worker: Worker, store: dist.Store, connections: Connections, error: BaseException) -> None:
+    """This rank ends with an error of its own: the others are to learn of it, and rank 0 stays until they have."""
+    is_known = getattr(error, "same_on_every_rank", False)  # each rank raises it by itself
+    if worker.world_size > 1 and not is_known:
+        within(ANSWER_SECONDS, lambda: ended.post_error(store, worker.rank, error))
+
+    def linger() -> None:
+        if not is_known:
+            connections.close()  # the ranks that wait in a collective notice it now
+        ended.leave(worker, store, LINGER_SECONDS)
+
+    if isinstance(error, Exception) and not hasattr(error, "before_exit"):  # a turn waits until all know of its failure
+        before_exit(error, linger)
 
 
 def is_contact_lost(error: BaseException) -> bool:
@@ -136,24 +148,22 @@ class _Search:
         self.survivors: dict[int, dict] = {}  # what each has posted, by rank
         self.unread: set[int] = set()  # numbers of posts that have been begun
         self.counted = 0
-        self.store_answers = True
+        self.store_answers, self.is_mistake = True, False
         self.began = time.monotonic()
 
-    def run(self) -> str:
+    def run(self) -> ExplainedError:
         """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
         frozen rank 0 never answers."""
         found = within(SEARCH_SECONDS + ANSWER_SECONDS, self._search)
         self.store_answers = bool(found)
-        return found or self._without_store(is_gone=False)
+        kind = UserError if self.is_mistake else RankLost
+        return kind(found or self._without_store(is_gone=False))
 
     def linger(self) -> None:
         """Rank 0 waits until the other survivors no longer need the store."""
         if not self.store_answers:
             return  # this request would not be answered either, and hold this rank for --timeout
-        self.store.add("lost/left", 1)
-        if self.worker.is_main:
-            survivors = self.worker.world_size - len(self.lost)
-            poll(lambda: self.store.add("lost/left", 0) >= survivors, LINGER_SECONDS)
+        ended.leave(self.worker, self.store, LINGER_SECONDS, self.lost)
 
     def _search(self) -> str:
         try:
@@ -161,7 +171,7 @@ class _Search:
             self.store.set(f"lost/survivor/{number}", json.dumps({"rank": self.worker.rank, **self.known}))
             poll(lambda: self._find_ended() or self._has_waited, SEARCH_SECONDS)
             if causes := self._find_ended():
-                self.lost = sorted(causes)
+                self.lost, self.is_mistake = sorted(causes), self.store.check(["lost/mistake"])
                 return f"lost {self._places(self.lost)}: {in_words(causes)}; {self._see_log()}"
             return self._describe_silent()
         except RuntimeError:

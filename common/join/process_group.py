@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import ExplainedError, UserError, before_exit
+from common.errors import UserError
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off
-from common.join.ended import all_have, running
+from common.join.ended import leave
 from common.join.handshake import shake_hands
 from common.join.lost import naming_lost_rank, naming_lost_store, store_request
 from common.join.store import OpenStore, open_store
@@ -32,7 +32,6 @@ from common.launch.options import JoinOptions
 from common.launch.replacing import FINISHES, WORKS
 
 LEAVE_SECONDS = 10.0
-LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long after an error of all ranks
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
 BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
 
@@ -48,7 +47,7 @@ class Group:
     store: dist.Store
     address: str  # where the ranks have met: tcp://host:port or file:///path
     options: JoinOptions
-    turns: dict[str, Turn] = field(default_factory=dict)  # by name, all that have been entered
+    turns: Iterator[int] = field(default_factory=itertools.count)  # numbers of those to come
     others_go_on: bool = False  # without a rank that is lost (--elastic)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 
@@ -137,16 +136,10 @@ class Group:
             if problem := difference(views[0], other, ("agree",)):
                 raise UserError(problem, same_on_every_rank=True)
 
-    @property
-    def has_failed(self) -> bool:
-        """True if this rank knows of an announced failure."""
-        return any(turn.failure for turn in self.turns.values())
-
     def _turn(self, what: str) -> Turn:
-        name = f"{what}/{len(self.turns)}"
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
-        turn = self.turns[name] = Turn(name, self.store, self.worker, self.views, *limits, self.others_go_on)
-        return turn
+        where = f"{what}/{next(self.turns)}", self.store, self.worker, self.views
+        return Turn(*where, *limits, self.others_go_on)
 
 
 @contextlib.contextmanager
@@ -165,8 +158,8 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     # A rank that is lost is named before what is left is closed.
     with finishing(group), naming_lost_rank(worker, joined.views, joined.store, connections):
         connect(worker, options, device, backend, joined)
-        with working(group, connections):
-            yield group
+        connections.note()
+        yield group
         disconnect(worker, joined)
     remove_meeting_file(worker)
 
@@ -178,18 +171,6 @@ def group_of(
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
     return Group(worker, device, backend, joined.views, joined.store, address, options, others_go_on=elastic)
-
-
-@contextlib.contextmanager
-def working(group: Group, connections: Connections) -> Iterator[None]:
-    """Use around the work of ranks that are connected."""
-    connections.note()
-    try:
-        yield
-    except ExplainedError as error:
-        if error.same_on_every_rank and not group.has_failed:  # all ranks know of an announced failure already
-            before_exit(error, lambda: _wait_until_all_have_left(group.worker, group.store, LINGER_SECONDS))
-        raise
 
 
 def remove_meeting_file(worker: Worker) -> None:
@@ -342,11 +323,4 @@ def disconnect(worker: Worker, joined: Joined, elastic: bool = False) -> None:
         joined.store.add("done", 1)
         poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
         dist.destroy_process_group()
-        _wait_until_all_have_left(worker, joined.store, LEAVE_SECONDS)
-
-
-def _wait_until_all_have_left(worker: Worker, store: dist.Store, seconds: float) -> None:
-    """Rank 0, whose process may serve the store, leaves last: another that runs may still make requests to it."""
-    store.set(f"left/{worker.rank}", "")
-    if worker.is_main:
-        poll(lambda: all_have("left", store, running(store, worker)), seconds)
+        leave(worker, joined.store, LEAVE_SECONDS)
