@@ -31,41 +31,48 @@ def code_fingerprint() -> str:
 
 def _loaded_sources() -> dict[str, Path]:
     """The source files to compare. Their names do not depend on where this code or the script is."""
-    installed, script_folder, sources = _installed_files(), Path(sys.argv[0]).resolve().parent, {}
-    libraries = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "scripts")]
-    real_folder = functools.cache(os.path.realpath)
+    installed, script_folder, sources = _installed_files(), os.path.realpath(Path(sys.argv[0]).parent), {}
+    is_installed = os.path.realpath(__file__) in installed
     is_in_environment = LIBRARY in f"{ROOT}{script_folder}"
-    for module in list(sys.modules.values()):  # thousands, most of them of libraries
+    libraries = [os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "scripts")]
+    real_folder = functools.cache(os.path.realpath)
+    # Thousands of modules are loaded, most of them of libraries, whose names say so: where this process was forked, a
+    # look at a module costs a page of memory.
+    names = list(sys.modules)
+    outermost = {name.partition(".")[0] for name in names} - sys.stdlib_module_names | {"__main__"}
+    others = {name for name in outermost if is_in_environment or not _is_library(sys.modules.get(name))}
+    for module in [sys.modules.get(name) for name in names if name.partition(".")[0] in others]:
         where, _, name = (getattr(module, "__file__", None) or "").rpartition(os.sep)
-        if not where or not name.endswith(".py") or (LIBRARY in where and not is_in_environment):
-            continue
         path = f"{real_folder(where)}{os.sep}{name}"
-        folder = ROOT if path.startswith(f"{ROOT}{os.sep}") else script_folder
-        if path.startswith(f"{folder}{os.sep}") and _is_ours(Path(path), folder, installed, libraries):
-            sources[Path(path).relative_to(folder).as_posix()] = Path(path)
+        folder = str(ROOT) if path.startswith(f"{ROOT}{os.sep}") else script_folder
+        below = path.removeprefix(folder + os.sep)
+        if not where or below == path or not name.endswith(".py") or not os.path.isfile(path):
+            continue  # torch creates modules whose files do not exist
+        if path in installed:
+            # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
+            is_ours = is_installed and folder == str(ROOT)
+        else:
+            is_library = LIBRARY in Path(path).parts or path.startswith(tuple(libraries))
+            is_ours = not is_library and not (is_installed and folder == str(ROOT))
+        if is_ours:
+            sources[Path(below).as_posix()] = Path(path)
     return sources
 
 
-def _is_ours(path: Path, folder: Path, installed: set[Path], libraries: list[Path]) -> bool:
-    """Is this source below `folder` a part of what runs, and not of a library?"""
-    if not path.is_file():  # torch creates modules whose files do not exist
-        return False
-    is_installed = Path(__file__).resolve() in installed
-    if path in installed:
-        # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
-        return is_installed and folder == ROOT
-    is_library = LIBRARY in path.parts or any(map(path.is_relative_to, libraries))
-    return not is_library and not (is_installed and folder == ROOT)
+def _is_library(module: object) -> bool:
+    """Does this outermost package lie in the environment?"""
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
+    return any(LIBRARY in str(place) for place in places)
 
 
-def _installed_files() -> set[Path]:
+def _installed_files() -> set[str]:
     """The files that pip has installed for this code: none without pip, only its commands if it is editable."""
     try:
         found = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return set()
     lines = (found.read_text("RECORD") or "").splitlines()  # none where setuptools has built in this checkout
-    return {Path(str(found.locate_file(line.split(",")[0]))).resolve() for line in lines}
+    return {os.path.realpath(found.locate_file(line.split(",")[0])) for line in lines}
 
 
 def versions() -> dict[str, str]:
