@@ -46,7 +46,7 @@ def _loaded_sources() -> dict[str, Path]:
         path = f"{real_folder(where)}{os.sep}{name}"
         folder = str(ROOT) if path.startswith(f"{ROOT}{os.sep}") else script_folder
         below = path.removeprefix(folder + os.sep)
-        if not where or below == path or not name.endswith(".py") or not os.path.isfile(path):
+        if not where or below == path or not name.endswith(".py") or not Path(path).is_file():
             continue  # torch creates modules whose files do not exist
         if path in installed:
             # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
@@ -72,7 +72,7 @@ def _installed_files() -> set[str]:
     except metadata.PackageNotFoundError:
         return set()
     lines = (found.read_text("RECORD") or "").splitlines()  # none where setuptools has built in this checkout
-    return {os.path.realpath(found.locate_file(line.split(",")[0])) for line in lines}
+    return {os.path.realpath(str(found.locate_file(line.split(",")[0]))) for line in lines}
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ A *source* is a file, or `hf:name,config` (a data set on the hub, or a folder th
     classify   .csv .tsv .json .jsonl  a column of text, or two for pairs, and a column of labels
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,12 @@ class DataOptions:
         if self.task == "ner":
             return TAG_COLUMNS
         return [self.label_column] if self.label_column else LABEL_COLUMNS
+
+
+def data_options(args: Namespace) -> DataOptions:
+    """What the flags of fine-tuning say."""
+    named = {"train": args.train, "dev": args.dev, "test": args.test}
+    return DataOptions(args.task, args.data, named, args.text_column, args.label_column)
 
 
 def find_sources(options: DataOptions) -> dict[str, str]:

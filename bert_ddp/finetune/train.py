@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from bert_ddp.finetune import best, data, scores
+from bert_ddp.finetune import data, scores
+from bert_ddp.finetune.best import BestWeights
 from bert_ddp.finetune.encoding import LabelledRows
 from bert_ddp.finetune.passes import choose_passes
 from bert_ddp.finetune.rows import IGNORE, Batch, of_labelled
 from bert_ddp.finetune.scores import Scores
-from bert_ddp.finetune.sources import DataOptions
+from bert_ddp.finetune.sources import data_options
 from bert_ddp.model import pretrained, speed
 from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
-from common.launch import cli
 from common.launch.layout import Worker
 from common.run import Run
 from common.uneven.batches import move
@@ -35,57 +34,49 @@ def train(worker: Worker, args: Namespace) -> None:
     with Run(worker, args, name=f"bert-{args.task}") as run:
         # Data. The loss is a mean over labelled words or rows. The ranks' parts are balanced by tokens.
         with run.first_on_node("the model and the data"):
-            source = pretrained.locate(args.model)
-            config = pretrained.open_config(source)
-            tokenizer = pretrained.open_tokenizer(source, config)
-            length = pretrained.row_length(args.max_length, config, args.model, default=128)
-            named = {"train": args.train, "dev": args.dev, "test": args.test}
-            wanted = DataOptions(args.task, args.data, named, args.text_column, args.label_column)
-            found = data.load(wanted, tokenizer, length)
+            start = pretrained.open_pretrained(args.model)
+            length = pretrained.row_length(args.max_length, start.config, args.model, default=128)
+            found = data.load(data_options(args), start.tokenizer, length)
         run.agree(data=found.fingerprint, task=args.task)  # between the ranks, and with the checkpoint of --resume
-        run.describe(task=f"{args.task} from {source}", data=found.facts)
+        run.describe(task=f"{args.task} from {start.source}", data=found.facts)
 
         # Model. The seed gives every layout the same new head; the encoder comes from --model.
         run.seed("weights")
-        pretrained.prepare(config, found.names, args.dropout)
         with run.first_on_node("the weights"):
-            net: Any = pretrained.open_model(source, args.task, config, new_heads=True)  # mypy cannot read its `to`
+            net = pretrained.open_to_tune(start, args.task, found.names, args.dropout)
         run.group.agree(**{"--model, fingerprint": pretrained.fingerprint(net)})
         speed.tune(net, run.device, same_sizes=False)
         net.to(run.device, run.precision.dtype).train()  # transformers loads models for evaluation
-        cut = choose_passes(net, found.train, run.device, args.compile)
         batches = run.global_batches(
             found.train,
             counts=found.train.counts,
             lengths=found.train.lengths,
             pass_tokens=PASS_TOKENS[run.device.type],
-            cut=cut,
+            cut=choose_passes(net, found.train, run.device, args.compile),
         )
         optimizer = AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
-        steps = batches.total_steps
-        scheduler = LambdaLR(optimizer, warm_up_then_decay(cli.steps_of(args.warmup_steps, steps), steps))
-        # "warmup" is the name and value of --warmup-steps in older checkpoints, such as 0.1
-        settings = {"dropout": net.config.hidden_dropout_prob, "warmup": args.warmup_steps}
-        run.resume(net, settings, optimizer=optimizer, scheduler=scheduler)
+        scheduler = warm_up_then_decay(optimizer, args.warmup_steps, batches.total_steps)
+        run.resume(
+            net,
+            # "warmup" is the name and value of --warmup-steps in older checkpoints, such as 0.1
+            {"dropout": net.config.hidden_dropout_prob, "warmup": args.warmup_steps},
+            optimizer=optimizer,
+            scheduler=scheduler,
+        )
         model = run.wrap(net, compute_loss, dynamic=True)
         for note in found.notes:
             run.line(note)
         if args.eval_only:
-            for role, held_out in found.held_out.items():
-                run.line(f"the {role} set:")
-                run.log_evaluation(**evaluate(net, held_out, run).numbers)
+            evaluate_only(net, found, run)
             return
-        measure = scores.MEASURE[args.task]
-        best_score = best.score_so_far(run.group, run.folder, measure, run.step)
-        files = pretrained.files_of(net, tokenizer)
+        files = pretrained.files_of(net, start.tokenizer)
+        best = BestWeights(run, scores.MEASURE[args.task], files)
 
         while True:
             # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
             if run.evaluation_is_due:
                 numbers = evaluate(net, found.held_out["dev"], run).numbers
-                if numbers[measure] > best_score:  # before the row: a run that is lost in between evaluates again
-                    best_score = numbers[measure]
-                    run.save("best", files, **{measure: best_score})
+                best.save_if_better(numbers)  # before the row: a run that is lost in between evaluates again
                 run.log_evaluation(**numbers)
             if run.checkpoint_is_due:
                 run.save(write_extra=files)
@@ -103,17 +94,8 @@ def train(worker: Worker, args: Namespace) -> None:
             optimizer.zero_grad()
             run.end_step()
 
-        # Evaluate the best weights on every held-out set, with a table of each class.
         run.finish_saving()
-        with run.pause():
-            best_step = best.load(run.group, run.folder, net) or run.step
-            final = {role: evaluate(net, held_out, run) for role, held_out in found.held_out.items()}
-            if worker.is_main:
-                scores.write_report(run.folder, final, best_step)
-        shown = scores.role_to_show(final)
-        run.line(f"the weights of step {best_step}, on the {shown} set:\n{final[shown].text}")
-        of_all = {f"{role}_{name}": value for role, one in final.items() for name, value in one.numbers.items()}
-        run.summarize(best_step=best_step, **of_all)
+        evaluate_best(net, best, found, run)
 
 
 def compute_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,6 +108,26 @@ def compute_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, to
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy summed over the labelled tokens (B, S) or over the rows (B,); zero where there are none."""
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def evaluate_only(net: PreTrainedModel, found: data.TaskData, run: Run) -> None:
+    """For --eval-only: print the numbers of each held-out set. Every rank must call this."""
+    for role, held_out in found.held_out.items():
+        run.line(f"the {role} set:")
+        run.log_evaluation(**evaluate(net, held_out, run).numbers)
+
+
+def evaluate_best(net: PreTrainedModel, best: BestWeights, found: data.TaskData, run: Run) -> None:
+    """Evaluate the best weights on every held-out set, with a table of each class. Every rank must call this."""
+    with run.pause():
+        step = best.load(net)
+        final = {role: evaluate(net, held_out, run) for role, held_out in found.held_out.items()}
+        if run.worker.is_main:
+            scores.write_report(run.folder, final, step)
+    shown = scores.role_to_show(final)
+    run.line(f"the weights of step {step}, on the {shown} set:\n{final[shown].text}")
+    of_all = {f"{role}_{name}": value for role, one in final.items() for name, value in one.numbers.items()}
+    run.summarize(best_step=step, **of_all)
 
 
 @torch.no_grad()

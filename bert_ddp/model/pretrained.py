@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,23 @@ NEW_HEADS = ("classifier.", "bert.pooler.")  # weights that fine-tuning may lack
 
 transformers.logging.set_verbosity_error()  # `load_weights` reports missing weights in one line
 transformers.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A BERT to start from: where it is, and what comes with its weights."""
+
+    source: str  # a folder, or a name on the hub
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def open_pretrained(name: str, task: str | None = None) -> Pretrained:
+    """What --model names, without its weights. Raises UserError unless it is a BERT with a tokenizer of its own, with
+    `task` one that was fine-tuned for that task; RunError where the hub does not answer."""
+    source = locate(name)
+    config = open_config(source, task)
+    return Pretrained(source, config, open_tokenizer(source, config))
 
 
 def locate(name: str, flag: str = "--model") -> str:
@@ -151,12 +169,15 @@ def fingerprint(net: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def prepare(config: PretrainedConfig, names: Sequence[str], dropout: float | None) -> None:
-    """Write the names of the labels into `config`, and `dropout`, where it is given, for every dropout."""
+def open_to_tune(start: Pretrained, task: str, names: Sequence[str], dropout: float | None) -> Any:
+    """The model of `task` with labels of these `names`: a PreTrainedModel, whose new head is drawn from torch's seed.
+    `dropout`, where it is given, is that of every dropout."""
+    config = start.config
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
     if dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = config.classifier_dropout = dropout
+    return open_model(start.source, task, config, new_heads=True)
 
 
 def files_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:

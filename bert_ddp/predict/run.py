@@ -22,11 +22,11 @@ def predict(worker: Worker, args: Namespace) -> None:
     with process_group(worker, cli.join_options(args)) as group:
         device, precision = group.device, Precision(args.precision, group.device)
         with group.first_on_node("the model and the lines"):
-            source = pretrained.locate(args.model)
-            config = pretrained.open_config(source, args.task)
-            tokenizer = pretrained.open_tokenizer(source, config)
-            length = pretrained.row_length(args.max_length, config, args.model)
-            net: Any = pretrained.open_model(source, args.task, config)  # mypy cannot read the types of its `to`
+            found = pretrained.open_pretrained(args.model, args.task)
+            length = pretrained.row_length(args.max_length, found.config, args.model)
+            net: Any = pretrained.open_model(
+                found.source, args.task, found.config
+            )  # mypy cannot read the types of its `to`
             lines = open_lines(args.input, args.chunk)
         net.to(device)
         weights = pretrained.fingerprint(net)
@@ -39,10 +39,10 @@ def predict(worker: Worker, args: Namespace) -> None:
         parts = Parts(group, folder, lines.chunks)
         if worker.is_main:
             ranks = f"{worker.world_size} ranks"
-            say(f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {source}, {ranks}", rank=0)
+            say(f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {found.source}, {ranks}", rank=0)
             for note in odd(lines, args.task):
                 say(f"note: {note}", rank=0)
-        answerer = Answerer(args.task, net, tokenizer, precision, args.batch, length, args.top_k)
+        answerer = Answerer(args.task, net, found.tokenizer, precision, args.batch, length, args.top_k)
         kept = parts.compute(lines, answerer.answer)
         sent = parts.join(args.output)
         if worker.is_main:

@@ -10,6 +10,7 @@ Shapes: B rows, L tokens in a row, P masked positions in a row, H width, V words
 import hashlib
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ class ModelOptions:
     config_file: Path | None  # instead of the preset
     dropout: float | None  # instead of the config's
     checkpoint_activations: bool
+
+
+def model_options(args: Namespace) -> ModelOptions:
+    """What the flags of pretraining say."""
+    return ModelOptions(args.objective, args.preset, args.config_file, args.dropout, args.checkpoint_activations)
 
 
 class MaskedPositions(nn.Module):

@@ -10,7 +10,6 @@ from argparse import Namespace
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from bert_ddp.model import pretrained, speed
 from bert_ddp.model.optimizer import decay_groups, warm_up_then_decay
@@ -18,7 +17,6 @@ from bert_ddp.pretrain import model as bert
 from bert_ddp.pretrain import rows
 from bert_ddp.text import corpus
 from bert_ddp.text.flags import corpus_options
-from common.launch import cli
 from common.launch.layout import Worker
 from common.run import EvaluationLoader, Run
 from common.uneven.options.workers import worker_options
@@ -42,27 +40,19 @@ def train(worker: Worker, args: Namespace) -> None:
 
         # Model. The seed gives every layout the same initial weights.
         run.seed("weights")
-        wanted = bert.ModelOptions(
-            args.objective, args.preset, args.config_file, args.dropout, args.checkpoint_activations
-        )
         with run.first_on_node("the initial weights"):
-            net = bert.build(wanted, text.meta, source).to(run.device, run.precision.dtype)
+            net = bert.build(bert.model_options(args), text.meta, source).to(run.device, run.precision.dtype)
         run.group.agree(**{"--config-file or --init-from, fingerprint": bert.fingerprint(net, source is not None)})
         speed.tune(net, run.device, same_sizes=True)
         optimizer = AdamW(decay_groups(net, args.weight_decay), args.lr, fused=True)
-        steps = batches.total_steps
-        decay = warm_up_then_decay(cli.steps_of(args.warmup_steps, steps), steps, args.decay_power)
-        scheduler = LambdaLR(optimizer, decay)
-        settings = {"dropout": net.config.hidden_dropout_prob}
-        run.resume(net, settings, optimizer=optimizer, scheduler=scheduler)
-        untrained_loss = None if source else bert.untrained_loss(net)
-        model = run.wrap(net, compute_loss, untrained_loss, pad_empty_batch=True)
+        scheduler = warm_up_then_decay(optimizer, args.warmup_steps, batches.total_steps, args.decay_power)
+        run.resume(net, {"dropout": net.config.hidden_dropout_prob}, optimizer=optimizer, scheduler=scheduler)
+        model = run.wrap(net, compute_loss, None if source else bert.untrained_loss(net), pad_empty_batch=True)
 
         while True:
             # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
             if run.evaluation_is_due:
-                numbers = evaluate(net, test_loader, run)
-                run.log_evaluation(**numbers, unigram_entropy=text.meta["unigram_entropy"])
+                run.log_evaluation(**evaluate(net, test_loader, run), unigram_entropy=text.meta["unigram_entropy"])
             if run.checkpoint_is_due:
                 run.save(write_extra=bert.files_of(net, text))
             if run.is_done:
