@@ -102,9 +102,9 @@ class Costs:
         for name, row in [*sorted(by_file.items(), key=lambda pair: -pair[1]["processor"]), ("all", total)]:
             counts = " | ".join(str(row[package]) for package in HEAVY)
             lines.append(f"| {name} | {row['tests']} | {row['processor']:.1f} | {row['elapsed']:.1f} | {counts} |")
-        lines += ["", "| test | processor seconds | elapsed |", "| --- | ---: | ---: |"]
+        lines += ["", "| test | processor seconds | elapsed | imports torch |", "| --- | ---: | ---: | ---: |"]
         for test, seconds in sorted(self.seconds.items(), key=lambda pair: -pair[1]):
-            lines.append(f"| {test} | {seconds:.2f} | {self.elapsed[test]:.2f} |")
+            lines.append(f"| {test} | {seconds:.2f} | {self.elapsed[test]:.2f} | {imported['torch', test]} |")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("\n".join(lines) + "\n")
         shutil.rmtree(self.imports.parent)
