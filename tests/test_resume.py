@@ -14,8 +14,8 @@ from common.record.metrics import read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, wait_until, weights
 from tests.trainers import NEXT_STEP, altered
 
-FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 8, "--global-batch", 110, "--save-every", 5)
-STEPS = 8 * 14
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 4, "--global-batch", 110, "--save-every", 5)
+STEPS = 4 * 14
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ locking.SECONDS = 0.1  # for a run that was just killed, which none was here
 
 def kill_in_the_middle(folder, gpus, after_step: int) -> None:
     """Start a run and end all its processes with SIGKILL once a checkpoint of `after_step` or later is there, before
-    it has done 25 steps more."""
-    run = playing(endless(folder, after_step + 25), nodes_of(gpus, folder, *FLAGS, "--resume"), folder)
+    it has done 15 steps more."""
+    run = playing(endless(folder, after_step + 15), nodes_of(gpus, folder, *FLAGS, "--resume"), folder)
     wait_until(lambda: [path for path in folder.glob("checkpoints/step-*") if int(path.name[5:]) >= after_step], run)
     run.kill()
 
@@ -55,7 +55,7 @@ def test_resumed_on_another_layout_it_ends_with_the_same_weights(uninterrupted, 
 
 def test_resumed_twice_on_the_same_layout_it_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
     kill_in_the_middle(tmp_path, (2, 1), after_step=5)
-    kill_in_the_middle(tmp_path, (2, 1), after_step=31)  # later than the first one can have come
+    kill_in_the_middle(tmp_path, (2, 1), after_step=21)  # later than the first one can have come
     play(MNIST, (2, 1), tmp_path, *FLAGS, "--resume")
     assert largest_difference(weights(tmp_path), weights(uninterrupted)) == 0.0
     assert losses(tmp_path) == losses(uninterrupted)
@@ -80,7 +80,7 @@ def test_a_run_without_checkpoints_starts_anew_under_resume_auto(tmp_path):
 
 def test_only_as_many_checkpoints_as_keep_stay(uninterrupted):
     kept = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
-    assert kept == ["latest", "step-00000105", "step-00000110", "step-00000112"]
+    assert kept == ["latest", "step-00000050", "step-00000055", "step-00000056"]
 
 
 # The ranks exchange their clocks after the first step, and a checkpoint is due after the second.
@@ -136,11 +136,11 @@ def refusal(tmp_path, *flags) -> str:
 @pytest.mark.parametrize("flags, message", [
     (("--dataset", "digits", "--global-batch", 100), "written with --global-batch 110, but this run has 100"),
     (("--dataset", "digits", "--global-batch", 110, "--seed", 1), "written with --seed 0, but this run has 1"),
-    (("--dataset", "digits", "--global-batch", 110, "--epochs", 4), "written with --epochs 8, but this run has 4"),
+    (("--dataset", "digits", "--global-batch", 110, "--epochs", 2), "written with --epochs 4, but this run has 2"),
     (("--dataset", "digits", "--global-batch", 110, "--clip-norm", 1), "with --clip-norm inf, but this run has 1.0"),
 ])  # fmt: skip
 def test_a_checkpoint_of_another_run_is_refused(flags, message, uninterrupted, tmp_path):
-    output = refusal(tmp_path, "--epochs", 8, *flags, "--resume", uninterrupted)
+    output = refusal(tmp_path, "--epochs", 4, *flags, "--resume", uninterrupted)
     assert message in output
     assert "--resume" in output
 
@@ -160,11 +160,11 @@ def test_eval_only_repeats_the_last_evaluation_and_writes_nothing(uninterrupted,
 
 def test_a_run_that_went_back_goes_on_from_there_but_one_that_only_evaluates_does_not(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
-    latest, earlier = tmp_path / "run" / "checkpoints" / "latest", tmp_path / "run" / "checkpoints" / "step-00000105"
+    latest, earlier = tmp_path / "run" / "checkpoints" / "latest", tmp_path / "run" / "checkpoints" / "step-00000055"
     before = latest.resolve().name
     play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", earlier, "--eval-only")
     assert latest.resolve().name == before
-    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", earlier, "--max-steps", 105)  # ends before any save
+    play(MNIST, (1,), tmp_path / "run", *FLAGS, "--resume", earlier, "--max-steps", 55)  # ends before any save
     assert latest.resolve().name == earlier.name
 
 
@@ -209,8 +209,8 @@ def beside_another(tmp_path_factory):
     """(folder, checkpoint, result) of a second run in a folder, from a checkpoint that is not the latest one."""
     folder = tmp_path_factory.mktemp("beside-another")
     nodes = nodes_of((1,), folder, *FLAGS, "--keep", 1000)
-    first = playing(endless(tmp_path_factory.mktemp("endless"), 60), nodes, folder)
-    wait_until(lambda: checkpoint.latest_name(folder / "checkpoints") == "step-00000060", first)
+    first = playing(endless(tmp_path_factory.mktemp("endless"), 40), nodes, folder)
+    wait_until(lambda: checkpoint.latest_name(folder / "checkpoints") == "step-00000040", first)
     saved = sorted(folder.glob("checkpoints/step-*"))[0]
     impatient = altered(tmp_path_factory.mktemp("impatient") / "impatient_ddp", {"import torch\n": IMPATIENT})
     (result,) = playing(impatient, nodes_of((1,), folder, *FLAGS, "--resume", saved), folder).results()
@@ -227,4 +227,4 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(besid
 def test_a_second_run_that_is_refused_leaves_latest_as_it_is(beside_another):
     folder, saved, _ = beside_another
     assert saved.name == "step-00000005"
-    assert checkpoint.latest_name(folder / "checkpoints") == "step-00000060"
+    assert checkpoint.latest_name(folder / "checkpoints") == "step-00000040"
