@@ -12,12 +12,7 @@ def say(text: str, rank: int | None = None, error: bool = False) -> None:
     All lines go out in one write, so that the output of several processes does not mix. `error` prints to stderr.
     A character that the terminal does not know goes out as its number, such as `\\xe4`.
     """
-    if rank is None:
-        tag = ""
-    elif rank == 0:
-        tag = "[0] "
-    else:
-        tag = f"[{rank} {socket.gethostname()}] "
+    tag = "[0] " if rank == 0 else f"[{rank} {socket.gethostname()}] " if rank else ""
     stream = sys.stderr if error else sys.stdout
     lines = "".join(f"{tag}{line}\n" for line in text.splitlines())
     # What the terminal cannot take must not end the training: a closed pipe on its side, or no terminal at all.

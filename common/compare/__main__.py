@@ -32,12 +32,8 @@ def flags() -> ArgumentParser:
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run's --out-dir, or its metrics.jsonl")
     parser.add_argument("b", metavar="B", type=Path, help="another one")
-    parser.add_argument(
-        "--tolerance",
-        type=values.non_negative_float,
-        metavar="X",
-        help="largest difference that counts as equal (1e-9 for fp64, 1e-5 for fp32, 1e-2 for bf16 and fp16)",
-    )
+    largest = "largest difference that counts as equal (1e-9 for fp64, 1e-5 for fp32, 1e-2 for bf16 and fp16)"
+    parser.add_argument("--tolerance", type=values.non_negative_float, metavar="X", help=largest)
     return parser
 
 
@@ -53,24 +49,20 @@ def main() -> int:
 def report(args: Namespace) -> int:
     """Compare, print, and return the exit code. Raises UserError."""
     a, b = read_run(args.a), read_run(args.b)
-    tolerance = default_tolerance(a, b) if args.tolerance is None else args.tolerance
-    found = compare(a, b, tolerance)
+    found = compare(a, b, default_tolerance(a, b) if args.tolerance is None else args.tolerance)
     say("\n".join([_described("A", a), _described("B", b), *_summary(found)]))
-    if found.agree:
-        last = {max(run.train) for run in (a, b)}
-        ends = f", up to step {min(last)}: one of them ends there" if len(last) > 1 else ""
-        say(f"equal     within the tolerance{ends}")
-        if hint := questions.what_equal_shares_hide(a, b):
-            say(hint)
-        return 0
-    say(questions.ask(a, b, found))
-    return 1
+    if not found.agree:
+        say(questions.ask(found))
+        return 1
+    ends = sorted({max(run.train) for run in (a, b)})
+    say("equal     within the tolerance" + f", up to step {ends[0]}: one of them ends there" * (len(ends) > 1))
+    say(questions.what_equal_shares_hide(a, b))
+    return 0
 
 
 def _described(name: str, run: Run) -> str:
-    start = run.start_at(max(run.train))
     how = ", no run.json: give --tolerance 1e-9 if it is in fp64"
-    if start:
+    if start := run.start_at(max(run.train)):
         balanced = ", --balance auto" * (start["flags"].get("balance") == "auto")
         how = f", {start['layout']['source']}, {start['flags'].get('precision')}{balanced}"
     resumed = "".join(f", resumed after step {step}" for step in run.resumes)
@@ -78,13 +70,13 @@ def _described(name: str, run: Run) -> str:
 
 
 def _summary(found: Comparison) -> list[str]:
-    step, largest = found.largest
-    steps = f"{count(len(found.steps), 'step')}, {found.steps[0]} to {found.steps[-1]}"
-    lines = [f"compared  {steps}: largest difference {largest:.1e} at step {step}; tolerance {found.tolerance:.1e}"]
+    (step, largest), steps = max(found.losses.items(), key=lambda one: one[1]), list(found.losses)
+    compared = f"compared  {count(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
+    lines = [f"{compared}: largest difference {largest:.1e} at step {step}; tolerance {found.tolerance:.1e}"]
     if found.evaluations:
-        step, measure, difference = max(found.evaluations, key=lambda one: one[2])
+        step, measure, largest = max(found.evaluations, key=lambda one: one[2])
         times = count(len({step for step, _, _ in found.evaluations}), "evaluation")
-        lines.append(f"compared  {times}: largest difference {difference:.1e} at step {step}, in its {measure}")
+        lines.append(f"compared  {times}: largest difference {largest:.1e} at step {step}, in its {measure}")
     return lines
 
 

@@ -8,7 +8,7 @@ from common.compare.run import Run
 from common.errors import UserError
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
-SAME_RATE = 1e-6  # relative
+SAME = 1e-6  # relative, of learning rates and gradient norms
 NOT_MEASURES = {"kind", "step", "epoch", "training_seconds"}  # of an eval row
 
 
@@ -16,20 +16,13 @@ NOT_MEASURES = {"kind", "step", "epoch", "training_seconds"}  # of an eval row
 class Comparison:
     """The differences of two runs, in every step and evaluation that both have."""
 
+    a: Run
+    b: Run
     tolerance: float
     losses: dict[int, float]  # step -> difference, in order
     evaluations: list[tuple[int, str, float]]  # step, measure, difference
     first_rate: int | None  # the first step with another learning rate
     missing: list[str]  # in words, what one of them lacks
-
-    @property
-    def steps(self) -> list[int]:
-        return list(self.losses)
-
-    @property
-    def largest(self) -> tuple[int, float]:
-        """The step with the largest difference, and that difference."""
-        return max(self.losses.items(), key=lambda item: item[1])
 
     def first_above(self, tolerance: float) -> int | None:
         """The first step whose losses differ by more than this."""
@@ -42,8 +35,8 @@ class Comparison:
 
     @property
     def agree(self) -> bool:
-        losses_agree = self.first_above(self.tolerance) is None and self.first_evaluation is None
-        return losses_agree and self.first_rate is None and not self.missing
+        differ = self.first_above(self.tolerance), self.first_evaluation, self.first_rate
+        return differ == (None, None, None) and not self.missing
 
 
 def compare(a: Run, b: Run, tolerance: float) -> Comparison:
@@ -59,15 +52,15 @@ def compare(a: Run, b: Run, tolerance: float) -> Comparison:
         for name, value in a.evaluations[step].items()
         if name not in NOT_MEASURES and name in b.evaluations[step]
     ]
-    rates = [step for step in steps if not _same_rate(a.train[step].get("lr"), b.train[step].get("lr"))]
+    rates = [step for step in steps if not same(a.train[step].get("lr"), b.train[step].get("lr"))]
     missing = [f"A {what}" for what in a.lacks(b)] + [f"B {what}" for what in b.lacks(a)]
-    return Comparison(tolerance, losses, evaluations, next(iter(rates), None), missing)
+    return Comparison(a, b, tolerance, losses, evaluations, next(iter(rates), None), missing)
 
 
-def _same_rate(first: Any, second: Any) -> bool:
-    if not all(isinstance(value, int | float) for value in (first, second)):
-        return first == second
-    return math.isclose(first, second, rel_tol=SAME_RATE)
+def same(first: Any, second: Any) -> bool:
+    """Equal but for the last digits, where both are numbers."""
+    is_number = isinstance(first, int | float) and isinstance(second, int | float)
+    return math.isclose(first, second, rel_tol=SAME) if is_number else first == second
 
 
 def difference(first: Any, second: Any) -> float:

@@ -25,27 +25,19 @@ class Run:
     state: dict[str, Any]  # state.json of its newest checkpoint: data and flags that decide the result; may be empty
     is_complete: bool = True  # it has a summary: it was neither interrupted nor has it failed
 
-    @property
-    def last(self) -> int:
-        """Its last step."""
-        return max(self.train)
-
     def lacks(self, other: "Run") -> list[str]:
         """In words, what the other one has and this one should have too."""
-        found = []
-        if not self.is_complete and self.last < other.last:
-            found.append(f"ends after step {self.last} without a summary: was it interrupted, or has it failed?")
-        extra = {*other.resumes, *self.resumes, other.last}  # a run is evaluated where it ends, too
-        steps = [step for step in sorted(other.evaluations.keys() - self.evaluations.keys()) if step <= self.last]
-        if self._asks_for_the_same("eval_every", other) and (steps := [step for step in steps if step not in extra]):
+        found, last, end = [], max(self.train), max(other.train)
+        if not self.is_complete and last < end:
+            found.append(f"ends after step {last} without a summary: was it interrupted, or has it failed?")
+        extra = {*other.resumes, *self.resumes, end}  # a run is evaluated where it ends, too
+        often, as_often = ({str(start["flags"].get("eval_every")) for start in run.starts} for run in (self, other))
+        steps = sorted(other.evaluations.keys() - self.evaluations.keys() - extra)
+        if often == as_often and steps and steps[0] <= last:
             found.append(f"has no evaluation after step {steps[0]}")
         if self.starts and other.state and not self.state:
             found.append("has no checkpoint")
         return found
-
-    def _asks_for_the_same(self, flag: str, other: "Run") -> bool:
-        first, second = ({str(start["flags"].get(flag)) for start in run.starts} for run in (self, other))
-        return first == second
 
     @property
     def resumes(self) -> list[int]:
@@ -67,10 +59,13 @@ def read_run(path: Path) -> Run:
     """The run in the folder `path`, or that of a metrics.jsonl. Raises UserError where there is none."""
     with reading(path, str(path)):
         if not path.exists():
-            fix = "name the --out-dir of a run, or its metrics.jsonl"
-            raise UserError(f"{path}: there is no such file or folder: {fix}")
+            what = "there is no such file or folder"
+            raise UserError(f"{path}: {what}: name the --out-dir of a run, or its metrics.jsonl")
     metrics = path / "metrics.jsonl" if path.is_dir() else path
-    rows = _rows(metrics)
+    try:
+        rows = read_metrics(metrics)
+    except OSError as error:
+        raise UserError(f"{metrics} cannot be read: {error.strerror}: name a run's --out-dir") from None
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}
     for row in rows:
         if row.get("kind") in by_kind and isinstance(row.get("step"), int):
@@ -81,14 +76,6 @@ def read_run(path: Path) -> Run:
     starts, state = _starts(metrics.parent / "run.json"), _state(metrics.parent)
     is_complete = not starts or any(row.get("kind") == "summary" for row in rows)
     return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state, is_complete)
-
-
-def _rows(metrics: Path) -> list[Row]:
-    try:
-        rows = read_metrics(metrics)
-    except OSError as error:
-        raise UserError(f"{metrics} cannot be read: {error.strerror}: name a run's --out-dir") from None
-    return rows
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:

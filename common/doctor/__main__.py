@@ -22,15 +22,10 @@ from common.launch import cli, start, values
 
 def flags() -> ArgumentParser:
     parser = cli.parser(__doc__)
-    group = parser.add_argument_group("doctor")
-    group.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
-    group.add_argument(
-        "--min-rate",
-        type=values.positive_float,
-        default=500.0,
-        metavar="MBIT",
-        help="lowest rate of a link in Mbit/s that is not an error",
-    )
+    add = parser.add_argument_group("doctor").add_argument
+    add("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+    lowest = "lowest rate of a link in Mbit/s that is not an error"
+    add("--min-rate", type=values.positive_float, default=500.0, metavar="MBIT", help=lowest)
     parser.set_defaults(join_timeout=15.0, timeout=10.0)
     cli.may_differ(parser, "json")  # between nodes
     return parser

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -14,71 +14,57 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
 
-@dataclass
 class Alone:
-    """What a rank has found before it joins."""
+    """What a rank has found before it joins. What fails becomes a finding."""
 
-    join: JoinOptions  # without an interface that cannot work, so that the nodes can still meet
-    facts: dict  # of the node; empty on all but its first rank
-    device: torch.device
-    backend: str
-    usable: bool = True  # False: this rank cannot train, and takes part in the examination on the CPU
-    findings: list[Finding] = field(default_factory=list)
+    def __init__(self, worker: Worker, join: JoinOptions):
+        """Look at this node, and choose the device and backend as the trainers do."""
+        self.worker, self.place = worker, place(worker)
+        self.join = join  # without an interface that cannot work, so that the nodes can still meet
+        self.device, self.backend = torch.device("cpu"), join.backend
+        self.usable = True  # False: this rank cannot train, and takes part in the examination on the CPU
+        self.findings: list[Finding] = []
+        self.facts: dict = {}  # of the node; empty on all but its first rank
+        if worker.local_rank == 0:
+            self.facts = {"place": self.place, "node": worker.node_rank, "rank": worker.rank, **node.collect()}
+        try:
+            self.device = devices.choose_device(worker)
+            torch.zeros(1, device=self.device)
+        except (UserError, RuntimeError) as error:
+            self._note_unusable(error)
+        try:
+            self.backend = devices.choose_backend(worker, join.backend)
+        except UserError as error:
+            self._note_unusable(error)
+        findings = self._look_at_network()
+        self.findings += findings if self.facts else []
 
-    def note_unusable(self, where: str, error: Exception) -> None:
+    def _note_unusable(self, error: Exception) -> None:
         self.usable, self.device = False, torch.device("cpu")
-        self.findings.append(from_error(where, error))
+        self.findings.append(from_error(f"rank {self.worker.rank}, {self.place}", error))
+
+    def _look_at_network(self) -> list[Finding]:
+        """The findings about this node's interfaces. One that cannot work is taken out of the options and the
+        environment, so that the nodes can meet all the same."""
+        layout = self.worker.layout
+        findings = diagnosis.judge_network(self.place, network.local_addresses(), layout.nodes)
+        if wrong := interfaces.wrong_here(self.join, self.backend, layout):
+            findings.append(Finding("error", self.place, *wrong))
+            self.join = replace(self.join, interface=None)
+            for variable in interfaces.VARIABLES.values():
+                os.environ.pop(variable, None)
+        return findings
+
+    def measured(self) -> dict:
+        """Measure this rank's device, and return all that the other ranks should know, as plain JSON."""
+        rank = None
+        try:
+            rank = speed.rank_facts(self.worker.rank, self.device)
+        except RuntimeError as error:
+            self._note_unusable(error)
+        return {"facts": self.facts, "rank": rank, "usable": self.usable, "findings": [*map(vars, self.findings)]}
 
 
 def place(worker: Worker) -> str:
     """This node, for messages: "node 1 (nodeb)"."""
     return f"node {worker.node_rank} ({socket.gethostname()})"
-
-
-def look(worker: Worker, join: JoinOptions) -> Alone:
-    """Look at this node, and choose the device and backend as the trainers do. What fails becomes a finding."""
-    first_here = worker.local_rank == 0
-    about = {"place": place(worker), "node": worker.node_rank, "rank": worker.rank}
-    facts = {**about, **node.collect()} if first_here else {}
-    mine = Alone(join, facts, torch.device("cpu"), join.backend)
-    where = _where(worker)
-    try:
-        mine.device = devices.choose_device(worker)
-        torch.zeros(1, device=mine.device)
-    except (UserError, RuntimeError) as error:
-        mine.note_unusable(where, error)
-    try:
-        mine.backend = devices.choose_backend(worker, join.backend)
-    except UserError as error:
-        mine.note_unusable(where, error)
-    findings = _look_at_network(worker, mine)
-    mine.findings += findings if first_here else []
-    return mine
-
-
-def measured(worker: Worker, mine: Alone) -> dict:
-    """Measure this rank's device, and return all that the other ranks should know, as plain JSON."""
-    rank = None
-    try:
-        rank = speed.rank_facts(worker.rank, mine.device)
-    except RuntimeError as error:
-        mine.note_unusable(_where(worker), error)
-    findings = [finding.as_dict() for finding in mine.findings]
-    return {"facts": mine.facts, "rank": rank, "usable": mine.usable, "findings": findings}
-
-
-def _look_at_network(worker: Worker, mine: Alone) -> list[Finding]:
-    """The findings about this node's interfaces. One that cannot work is taken out of the options and the environment,
-    so that the nodes can meet all the same."""
-    here = place(worker)
-    findings = diagnosis.judge_network(here, network.local_addresses(), worker.layout.nodes)
-    if wrong := interfaces.wrong_here(mine.join, mine.backend, worker.layout):
-        findings.append(Finding("error", here, *wrong))
-        mine.join = replace(mine.join, interface=None)
-        for variable in interfaces.VARIABLES.values():
-            os.environ.pop(variable, None)
-    return findings
-
-
-def _where(worker: Worker) -> str:
-    return f"rank {worker.rank}, {place(worker)}"

@@ -26,22 +26,14 @@ class Board:
         A rank that does not post within `seconds` is left out from then on.
         """
         everyone = [rank for rank in range(self.world_size) if rank not in self.silent]
-        self.store.set(f"{stage}/{self.rank}", json.dumps(value))
-        self._wait(stage, everyone, seconds)
-        posts = {}
-        for rank in everyone:
-            if self.store.check([f"{stage}/{rank}"]):
-                posts[rank] = json.loads(self.store.get(f"{stage}/{rank}"))
-            else:
-                self.silent[rank] = stage
-        return posts
+        self.barrier(stage, everyone, seconds, json.dumps(value))
+        here = [rank for rank in everyone if self.store.check([f"{stage}/{rank}"])]
+        self.silent |= {rank: stage for rank in everyone if rank not in here}
+        return {rank: json.loads(self.store.get(f"{stage}/{rank}")) for rank in here}
 
-    def barrier(self, stage: str, ranks: Iterable[int], seconds: float) -> None:
+    def barrier(self, stage: str, ranks: Iterable[int], seconds: float, post: str = "") -> None:
         """Wait until all of `ranks` have called this, at most `seconds`. Each of them must call this."""
-        self.store.set(f"{stage}/{self.rank}", "")
-        self._wait(stage, ranks, seconds)
-
-    def _wait(self, stage: str, ranks: Iterable[int], seconds: float) -> None:
+        self.store.set(f"{stage}/{self.rank}", post)
         keys = [f"{stage}/{rank}" for rank in ranks]
         self.waiting_for = [f"rank {rank}" for rank in ranks if rank != self.rank]
         poll(lambda: self.store.check(keys), seconds)
@@ -50,14 +42,11 @@ class Board:
     def findings(self, places: dict[int, str]) -> list[Finding]:
         """A finding for each rank that stopped answering."""
         fix = "see its log: is the process alive, and does the link to its node work?"
-        return [
-            Finding("error", f"rank {rank}, {places[rank]}", f"stopped answering while {stage}", fix)
-            for rank, stage in self.silent.items()
-        ]
+        found = [(f"rank {rank}, {places[rank]}", f"stopped answering while {at}") for rank, at in self.silent.items()]
+        return [Finding("error", where, problem, fix) for where, problem in found]
 
     def leave(self) -> None:
         """Rank 0, whose process may hold the store, leaves last. Every rank must call this."""
         self.store.add("left", 1)
         if self.rank == 0:
-            expected = self.world_size - len(self.silent)
-            poll(lambda: self.store.add("left", 0) >= expected, LEAVE_SECONDS)
+            poll(lambda: self.store.add("left", 0) >= self.world_size - len(self.silent), LEAVE_SECONDS)

@@ -1,8 +1,13 @@
 """A finding: something that a person should know, where it is, and how to fix it."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec
 
 from common.errors import ExplainedError
+
+Facts = ParamSpec("Facts")
 
 
 @dataclass(frozen=True)
@@ -12,8 +17,10 @@ class Finding:
     problem: str
     fix: str
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+
+def listed(rule: Callable[Facts, Iterator[Finding]]) -> Callable[Facts, list[Finding]]:
+    """A rule that yields its findings, as a function that returns them."""
+    return wraps(rule)(lambda *args, **kwargs: list(rule(*args, **kwargs)))
 
 
 def from_error(where: str, error: BaseException) -> Finding:

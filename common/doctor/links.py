@@ -50,19 +50,16 @@ class _Handler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         assert isinstance(self.server, Server)
+        buffer = memoryview(bytearray(len(CHUNK)))
         with contextlib.suppress(OSError, struct.error):  # the other side has left, perhaps in the middle of a number
             self.wfile.write(self.server.identity.encode())
             while header := self.rfile.read(NUMBER.size):
-                self._discard(NUMBER.unpack(header)[0])
+                (size,) = NUMBER.unpack(header)
+                while size:
+                    if not (received := self.rfile.readinto(buffer[:size])):
+                        return
+                    size -= received
                 self.wfile.write(CLOCK.pack(time.time()))
-
-    def _discard(self, size: int) -> None:
-        buffer = memoryview(bytearray(len(CHUNK)))
-        while size:
-            received = self.rfile.readinto(buffer[:size])
-            if not received:
-                raise ConnectionError
-            size -= received
 
 
 class Connection:
@@ -80,7 +77,12 @@ class Connection:
 
     def latency(self) -> tuple[float, float]:
         """(half of the best round trip, how far the other clock is ahead of ours, as NTP computes it), in seconds."""
-        self.round_trip_seconds, ahead = min(self._ping() for _ in range(PINGS))
+        pings = []
+        for _ in range(PINGS):
+            sent = time.time()
+            round_trip, clock = self._send(0)
+            pings.append((round_trip, clock - (sent + round_trip / 2)))
+        self.round_trip_seconds, ahead = min(pings)
         return self.round_trip_seconds / 2, ahead
 
     def rate(self, seconds: float) -> float:
@@ -93,11 +95,6 @@ class Connection:
     def close(self) -> None:
         self.replies.close()
         self.socket.close()
-
-    def _ping(self) -> tuple[float, float]:
-        sent = time.time()
-        round_trip, clock = self._send(0)
-        return round_trip, clock - (sent + round_trip / 2)
 
     def _send(self, size: int) -> tuple[float, float]:
         """Send `size` bytes. Returns the seconds until the answer, and the other side's clock."""

@@ -43,29 +43,23 @@ def of_run(folder: Path) -> dict[str, Any]:
         start = json.loads((folder / "run.json").read_text())["starts"][-1]
         rows = read_metrics(folder / "metrics.jsonl")
         gradients = (latest_folder(folder / "checkpoints") / WEIGHTS).stat().st_size
-        return _of_rows(folder, start, rows, float(gradients))
+        rows = [row for row in rows if row.get("kind") == "ranks" and row["step"] >= FIRST_STEP]
+        if not rows or not all(all(row["shares"]) for row in rows):
+            problem = f"has not trained for {FIRST_STEP} steps, or has ranks without samples"
+            raise UserError(f"--run {folder} {problem}: name another run")
+        pairs = (zip(row["shares"], row["compute_ms"], strict=True) for row in rows)
+        by_rank = zip(*([share / ms * 1e3 for share, ms in row] for row in pairs), strict=True)
+        gpus = start["flags"].get("gpus")
+        gpus = gpus or [len(list(some)) for _, some in groupby(one["host"] for one in start["ranks"])]
+        return {
+            "gpus": tuple(gpus),
+            "speed": tuple(median(speeds) for speeds in by_rank),
+            "fixed_ms": tuple(median(ms) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)),
+            "gradients": float(gradients),
+            "global_batch": sum(rows[-1]["shares"]),
+        }
     except BROKEN as error:
         raise UserError(f"--run {folder}: {_reason(error)}: name the --out-dir of a run that has ended") from None
-
-
-def _of_rows(folder: Path, start: dict[str, Any], rows: list[dict[str, Any]], gradients: float) -> dict[str, Any]:
-    rows = [row for row in rows if row.get("kind") == "ranks" and row["step"] >= FIRST_STEP]
-    if not rows or not all(all(row["shares"]) for row in rows):
-        raise UserError(
-            f"--run {folder} has not trained for {FIRST_STEP} steps, or has ranks without samples: name another run"
-        )
-    by_rank = zip(
-        *([share / ms * 1e3 for share, ms in zip(row["shares"], row["compute_ms"], strict=True)] for row in rows),
-        strict=True,
-    )
-    gpus = start["flags"].get("gpus") or [len(list(some)) for _, some in groupby(one["host"] for one in start["ranks"])]
-    return {
-        "gpus": tuple(gpus),
-        "speed": tuple(median(speeds) for speeds in by_rank),
-        "fixed_ms": tuple(median(ms) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)),
-        "gradients": gradients,
-        "global_batch": sum(rows[-1]["shares"]),
-    }
 
 
 def of_doctor(file: Path) -> dict[str, Any]:
@@ -73,16 +67,11 @@ def of_doctor(file: Path) -> dict[str, Any]:
     of all ranks. Raises UserError."""
     try:
         report = json.loads(file.read_text())
-        gpus, links = report["layout"]["gpus_per_node"], report["links"]
-        return {
-            "gpus": tuple(gpus) if gpus else None,
-            "link": slowest_link(links),
-            "measured": all_reduces_of(report["all_reduce"]),
-        }
+        gpus, measured = report["layout"]["gpus_per_node"], all_reduces_of(report["all_reduce"])
+        return {"gpus": tuple(gpus) if gpus else None, "link": slowest_link(report["links"]), "measured": measured}
     except BROKEN as error:
-        raise UserError(
-            f"--doctor {file}: {_reason(error)}: give what `python -m common.doctor --json` has printed"
-        ) from None
+        fix = "give what `python -m common.doctor --json` has printed"
+        raise UserError(f"--doctor {file}: {_reason(error)}: {fix}") from None
 
 
 def _reason(error: Exception) -> str:

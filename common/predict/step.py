@@ -11,10 +11,10 @@ A step ends when the slowest rank has computed and the last piece is exchanged. 
 such as loading and the optimizer, comes besides; so does an exchange of a few numbers every 1 to 5 seconds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from common.record.clock import seconds_between_exchanges
 from common.uneven.options.speeds import fastest
@@ -47,8 +47,7 @@ class Cluster:
 
     @property
     def ranks_of_nodes(self) -> list[range]:
-        ends = [sum(self.nodes[: number + 1]) for number in range(len(self.nodes))]
-        return [range(end - size, end) for end, size in zip(ends, self.nodes, strict=True)]
+        return [range(end - size, end) for end, size in zip(accumulate(self.nodes), self.nodes, strict=True)]
 
     def all_reduce(self, size: float) -> float:
         """Seconds of an all-reduce of `size` bytes over all ranks."""
@@ -69,9 +68,8 @@ class Way:
 
     @property
     def flags(self) -> str:
-        found = ["--balance auto"] if self.balanced else []
-        found += ["--compress bf16"] if self.compressed < 1 else []
-        found += [f"--sync-every {self.sync_every}"] if self.sync_every else []
+        found = ["--balance auto"] * self.balanced + ["--compress bf16"] * (self.compressed < 1)
+        found += [f"--sync-every {self.sync_every}"] * (self.sync_every > 0)
         return " ".join(found) or "equal shares"
 
 
@@ -98,24 +96,21 @@ class Step:
 def predict(cluster: Cluster, global_batch: int, gradients: float, way: Way, micro_batches: int = 1) -> Step:
     """A step of `global_batch` samples, in so many micro-batches, whose gradients have so many bytes."""
     costs = [1 / speed for speed in cluster.speeds]
-    weights: Sequence[float] = [1.0] * len(costs)
-    if way.balanced:
-        weights = fastest(costs, cluster.fixed, float(global_batch))
+    weights = fastest(costs, cluster.fixed, float(global_batch)) if way.balanced else [1.0] * len(costs)
     shares = split(global_batch, weights)
     computing = tuple(share * cost for share, cost in zip(shares, costs, strict=True))
-    last = 1 / micro_batches
+    last, slowest = 1 / micro_batches, max(computing)
     if not way.sync_every:
-        exchange = _left_over(max(computing), last, gradients, lambda size: cluster.all_reduce(size * way.compressed))
+        exchange = _left_over(slowest, last, gradients, lambda size: cluster.all_reduce(size * way.compressed))
     else:
         ends = []
         for ranks in cluster.ranks_of_nodes:
-            slowest = max(computing[rank] for rank in ranks)
             of_node = partial(all_reduce, ranks=len(ranks), link=cluster.inside)
-            ends.append(slowest + _left_over(slowest, last, gradients, of_node))
-        exchange = max(ends) - max(computing)
+            ready = max(computing[rank] for rank in ranks)
+            ends.append(ready + _left_over(ready, last, gradients, of_node))
         outer = all_reduce(gradients, len(cluster.nodes), cluster.between)
         spread = max(all_reduce(gradients, size, cluster.inside) for size in cluster.nodes) / 2
-        exchange += (outer + spread) / way.sync_every
+        exchange = max(ends) - slowest + (outer + spread) / way.sync_every
     report = cluster.all_reduce(0.0) if len(shares) > 1 else 0.0
     return Step(shares, computing, exchange, max(cluster.fixed), report / seconds_between_exchanges(report))
 
@@ -141,15 +136,10 @@ def _left_over(computing: float, last: float, gradients: float, seconds_of: Call
 
 def ways(cluster: Cluster, sync_every: int) -> list[Way]:
     """What a person can choose from."""
-    found = [Way()]
-    if max(cluster.speeds) > min(cluster.speeds):
-        found.append(Way(balanced=True))
-    if len(cluster.speeds) > 1:
-        found += [replace(way, compressed=0.5) for way in found]
-    if len(cluster.nodes) > 1:
-        exact = [way for way in found if way.compressed == 1]
-        found += [replace(way, sync_every=sync_every) for way in exact]
-    return found
+    exact = [Way(), Way(balanced=True)] if max(cluster.speeds) > min(cluster.speeds) else [Way()]
+    halved = [replace(way, compressed=0.5) for way in exact] if len(cluster.speeds) > 1 else []
+    rarer = [replace(way, sync_every=sync_every) for way in exact] if len(cluster.nodes) > 1 else []
+    return exact + halved + rarer
 
 
 def advice(steps: dict[Way, Step]) -> str:
@@ -160,9 +150,8 @@ def advice(steps: dict[Way, Step]) -> str:
             best = way
     if best == Way():
         return "nothing to change: no flag would make a step 5 % faster"
-    exact = min(
-        (way for way in steps if way.compressed == 1 and not way.sync_every), key=lambda way: steps[way].seconds
-    )
+    exact_ways = [way for way in steps if way.compressed == 1 and not way.sync_every]
+    exact = min(exact_ways, key=lambda way: steps[way].seconds)
     if best == exact:
         return f"{best.flags} (the result stays the same)"
     return f"{best.flags} (changes the result: see docs/unequal-machines.md); the fastest exact way: {exact.flags}"
