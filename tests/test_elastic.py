@@ -151,6 +151,17 @@ def test_what_forward_has_changed_in_a_step_that_is_done_again_counts_once(tmp_p
     assert counted == [LAST]
 
 
+LOADS = "            train_set, test_set, fingerprint = data.load("
+
+
+def test_a_rank_that_dies_while_the_others_wait_for_its_data_is_not_waited_for(undisturbed, tmp_path):
+    """They wait on the store, where no connection is lost with it."""
+    dying = {LOADS: f"            if worker.rank == 2 and not worker.predecessor:\n                {DIE}\n{LOADS}"}
+    script = altered(tmp_path / "dying_ddp", {**dying, **until_all_are_there(3, RETURN)})
+    play(script, (2, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 3600)
+    require_same(tmp_path / "run", undisturbed)
+
+
 CONNECTS = """import common.elastic.group as joining
 connect = joining.connect
 

@@ -65,15 +65,16 @@ SAME_ERROR = """
 """
 
 ALONE = """
+        dist.barrier()  # all are connected
         if worker.is_main:
             raise {error}("rank 0 is at its wits' end")
         dist.barrier()
 """
 
 
-def playing_body(body, folder):
-    """Three nodes of one rank with `body` as their training."""
-    nodes = nodes_of((1, 1, 1), folder)
+def playing_body(body, folder, gpus=(1, 1, 1)):
+    """Nodes, by default three of one rank, with `body` as their training."""
+    nodes = nodes_of(gpus, folder)
     for node in nodes:
         node.flags = node.flags[: node.flags.index("--out-dir")]
     return playing(write_trainer(folder, body, IMPORTS), nodes, folder)
@@ -120,6 +121,13 @@ def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, silent):
     for number, result in enumerate(silent[f"dying {turn}"][1]):
         said = re.search(rf"node 1 \(\S+, rank 1\) has had no heartbeat for {SILENCE} s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
+
+
+@pytest.mark.parametrize("turn", TURNS[1:])
+def test_a_rank_that_dies_at_work_beside_its_supervisor_is_named_without_a_wait_for_its_heartbeat(turn, tmp_path):
+    first, second = playing_body(DYING.format(turn=turn), tmp_path, gpus=(1, 2)).results()
+    assert re.search(r"error: lost rank 1, node 1 \(.*\): was ended by SIGKILL", first.output), first.output
+    assert first.code == 1 and second.code == 128 + 9
 
 
 @pytest.mark.parametrize("turn", TURNS)

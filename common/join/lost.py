@@ -13,7 +13,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import psutil
@@ -172,7 +172,7 @@ class _Search:
             poll(lambda: self._find_ended() or self._has_waited, SEARCH_SECONDS)
             if causes := self._find_ended():
                 self.lost, self.is_mistake = sorted(causes), self.store.check(["lost/mistake"])
-                return f"lost {self._places(self.lost)}: {in_words(causes)}; {self._see_log()}"
+                return ended_in_words(self.views, causes)
             return self._describe_silent()
         except RuntimeError:
             return self._without_store(is_gone=True)
@@ -241,11 +241,21 @@ class _Search:
         return f"lost contact: {self._places([0])}, {answer} {self._see_log().capitalize()}"
 
     def _see_log(self) -> str:
-        nodes = {node_of(self.views[rank]) for rank in self.lost or [0]}
-        return "see the log of that node" if len(nodes) == 1 else "see the logs of those nodes"
+        return see_log(self.views, self.lost or [0])
 
     def _places(self, ranks: list[int], joint: str = "and") -> str:
         return places((self.views[rank] for rank in ranks), joint)
+
+
+def ended_in_words(views: list[dict], causes: dict[int, str]) -> str:
+    """Which ranks have ended, why, and where to read more."""
+    ranks = sorted(causes)
+    return f"lost {places(views[rank] for rank in ranks)}: {in_words(causes)}; {see_log(views, ranks)}"
+
+
+def see_log(views: list[dict], ranks: Iterable[int]) -> str:
+    nodes = {node_of(views[rank]) for rank in ranks}
+    return "see the log of that node" if len(nodes) == 1 else "see the logs of those nodes"
 
 
 def in_words(causes: dict[int, str]) -> str:

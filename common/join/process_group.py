@@ -56,7 +56,7 @@ class Group:
         """Rank 0 runs the body first. The other ranks wait on the store and run it afterwards, so guard rank 0's work
         with `if worker.is_main`. Every rank must call this.
 
-        When rank 0's body fails, or its heartbeat stops for --timeout, the other ranks raise the same error.
+        When rank 0's body fails, it ends, or its heartbeat stops for --timeout, the other ranks raise the same error.
         """
         turn = self._turn(what)
         with turn.heartbeat():
@@ -72,7 +72,7 @@ class Group:
         """The first worker of each node runs the body, then the node's others: for downloads and caches. All ranks
         leave together. Every rank must call this.
 
-        When one rank fails, or its heartbeat stops for --timeout, all ranks raise the same error.
+        When one rank fails or ends, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
         mine = self.views[self.worker.rank]
@@ -91,7 +91,7 @@ class Group:
         Every rank must call this.
 
         Yields a function to call between long pieces of work: it raises the failure that another rank has announced.
-        When one rank fails, or its heartbeat stops for --timeout, all ranks raise the same error.
+        When one rank fails or ends, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
         with turn.heartbeat():

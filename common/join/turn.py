@@ -17,8 +17,8 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import cut_off
-from common.join.ended import all_have, running
-from common.join.lost import MEET, is_contact_lost, store_request
+from common.join.ended import all_have, posted, running
+from common.join.lost import MEET, ended_in_words, is_contact_lost, store_request
 from common.join.view import place
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
@@ -97,8 +97,8 @@ class Turn:
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
         """Wait until `name` is done, and print now and then that this node waits for `what`.
 
-        Raises the failure that another rank has announced, and RunError when one of the ranks `watched` has no
-        heartbeat for --timeout, or the work takes longer than --work-timeout.
+        Raises the failure that another rank has announced, and RunError when one of the ranks `watched` has ended or
+        has no heartbeat for --timeout, or the work takes longer than --work-timeout.
         """
         check_heartbeats = self._heartbeat_checker(watched)
         is_time_to_speak = Every(SAY_EVERY_SECONDS)
@@ -145,13 +145,16 @@ class Turn:
             raise RankLost("another rank has lost contact with a member")
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
-        """A function that raises RunError when one of these ranks has had no heartbeat for --timeout."""
+        """A function that raises RankLost when one of these ranks has ended, as its supervisor has posted, or has had no
+        heartbeat for --timeout."""
         last = {rank: (0, time.monotonic()) for rank in watched}
         is_time = Every(HEARTBEAT_SECONDS)
 
         def check() -> None:
             if not is_time():
                 return
+            if causes := {rank: why for rank, why in posted(self.store_of_all).items() if rank in last}:
+                raise RankLost(ended_in_words(self.views, causes))
             now = time.monotonic()
             for rank, (count, since) in last.items():
                 if (beats := self.store.add(f"heartbeat/{rank}", 0)) != count:
