@@ -1,7 +1,7 @@
 """Why a rank has ended: posted by the rank itself, by its supervisor, or by a rank of its machine that misses it.
 
 lost/ended      counts the posts
-    /ended/N    a rank and the cause, as JSON; of several posts for a rank the first one counts
+    /ended/N    a rank, the cause and the process, as JSON; of several posts for a rank the first one counts
     /mistake    there where a rank has ended with a UserError
 left/RANK       this rank makes no more requests to the store
 """
@@ -22,9 +22,9 @@ CONNECT_SECONDS = 1.0
 MOST_CHARACTERS = 300  # of a cause
 
 
-def post(store: dist.Store, rank: int, cause: str) -> None:
-    """Post why `rank` has ended. `store` is that of the run."""
-    store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause}))
+def post(store: dist.Store, rank: int, cause: str, pid: int | None = None) -> None:
+    """Post why `rank` has ended, which was the process `pid`. `store` is that of the run."""
+    store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause, "pid": pid}))
 
 
 def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
@@ -34,12 +34,16 @@ def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
     post(store, rank, cause_of(error))
 
 
-def posted(store: dist.Store) -> dict[int, str]:
-    """The cause of each rank that has been posted, in the order of the posts."""
+def posted(store: dist.Store, views: Sequence[dict] = ()) -> dict[int, str]:
+    """The cause of each rank that has been posted, in the order of the posts. With the `views` of all ranks, only of
+    those that are these processes: a supervisor may post after the members have changed (--elastic)."""
     causes: dict[int, str] = {}
     for number in range(1, store.add("lost/ended", 0) + 1):
         if store.check([f"lost/ended/{number}"]):
             found = json.loads(store.get(f"lost/ended/{number}"))
+            pids = {None, *(view["pid"] for view in views if view["rank"] == found["rank"])}
+            if views and found["pid"] not in pids:
+                continue
             causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
     return causes
 
@@ -70,9 +74,9 @@ def cause_of(error: BaseException) -> str:
     return f"failed: {': '.join(filter(None, (kind, first)))}"
 
 
-def tell(worker: Worker, rank: int, cause: str) -> None:
-    """Post why a worker has ended that was `rank`, from its supervisor, where the job's own store can be reached: that
-    of the rank that leads, once members have changed, otherwise that of --master-addr."""
+def tell(worker: Worker, rank: int, cause: str, pid: int | None) -> None:
+    """Post why a worker has ended that was `rank` and the process `pid`, from its supervisor, where the job's own store
+    can be reached: that of the rank that leads, once members have changed, otherwise that of --master-addr."""
     layout = worker.layout
     if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
         return
@@ -83,5 +87,5 @@ def tell(worker: Worker, rank: int, cause: str) -> None:
     for host, port in places:
         store = connect(host, port, CONNECT_SECONDS, gives_up=True)
         if store is not None and store.check([CURRENT]):
-            post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause)
+            post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause, pid)
             return

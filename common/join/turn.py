@@ -145,7 +145,7 @@ class Turn:
             raise RankLost("another rank has lost contact with a member")
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
-        """A function that raises RankLost when one of these ranks has ended, as its supervisor has posted, or has had no
+        """A function that raises RankLost when one of these ranks has ended, as somebody has posted, or has had no
         heartbeat for --timeout."""
         last = {rank: (0, time.monotonic()) for rank in watched}
         is_time = Every(HEARTBEAT_SECONDS)
@@ -153,7 +153,8 @@ class Turn:
         def check() -> None:
             if not is_time():
                 return
-            if causes := {rank: why for rank, why in posted(self.store_of_all).items() if rank in last}:
+            ended = posted(self.store_of_all, self.views)
+            if causes := {rank: ended[rank] for rank in last if rank in ended}:
                 raise RankLost(ended_in_words(self.views, causes))
             now = time.monotonic()
             for rank, (count, since) in last.items():

@@ -215,7 +215,7 @@ def _wait_for_all(
             rank = ranks[process]
             if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers and rank is not None:
                 place = replace(workers.places[process], board=workers.board)
-                store_answers = _tell(place, rank, workers.cause(process))
+                store_answers = _tell(place, rank, workers.cause(process), process.pid)
         if any(process.exitcode for process in ended):
             orphans.end(workers.known)
         workers.forget(replaced)
@@ -258,7 +258,7 @@ def _cause(code: int) -> str:
     return f"was ended by {name}" + " (out of memory? see `dmesg`)" * (name == "SIGKILL")
 
 
-def _tell(place: Worker, rank: int, cause: str) -> bool:
+def _tell(place: Worker, rank: int, cause: str, pid: int | None) -> bool:
     """Let the other ranks know why this worker has ended, if torch is loaded here. False where the store did not answer
     in time."""
     if "torch" not in sys.modules:
@@ -266,7 +266,7 @@ def _tell(place: Worker, rank: int, cause: str) -> bool:
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended meanwhile
-            importlib.import_module(ENDED).tell(place, rank, cause)
+            importlib.import_module(ENDED).tell(place, rank, cause, pid)
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
