@@ -1,5 +1,6 @@
 """The precision that the model computes in, and the loss scaling that fp16 needs."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -52,13 +53,7 @@ class Precision:
         self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
         return taken
 
-    def step(
-        self,
-        model: torch.nn.Module,
-        clip_norm: float,
-        optimizer: torch.optim.Optimizer,
-        *others: torch.optim.Optimizer,
-    ) -> torch.Tensor:
+    def step(self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
         """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
         `model` must have the parameters that the optimizers train, and no others: they are clipped by their common
@@ -67,7 +62,6 @@ class Precision:
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
-        optimizers = (optimizer, *others)
         _require_summed_gradients(model, optimizers)
         for one in optimizers:
             self.scaler.unscale_(one)
@@ -95,9 +89,7 @@ class Precision:
     def require_finite(self, step: int, loss: float, grad_norm: float) -> None:
         """Raise RunError unless loss and gradient are finite. Under fp16 the scaler skips steps whose gradients
         overflow and lowers its scale, so only the loss counts there; with `on_nan="skip"`, nothing does."""
-        if self.skips:
-            return
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or self.name == "fp16"):
+        if self.skips or (math.isfinite(loss) and (math.isfinite(grad_norm) or self.name == "fp16")):
             return
         what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
         fix = "lower --lr, set --clip-norm, or look at the data around that step"
@@ -108,24 +100,23 @@ class Precision:
 
 def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     names = {id(one): name.removeprefix("module.") for name, one in model.named_parameters()}
-    with_gradient = {id(one) for one in model.parameters() if one.grad is not None}
-    for optimizer in optimizers:
-        for one in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
-            with_gradient.discard(id(one))
-            if id(one) not in names:
-                raise UserError(
-                    f"an optimizer trains a parameter {tuple(one.shape)} that the model given to precision.step lacks, "
-                    "so it would not be clipped: give the module that has all of them, such as an nn.ModuleDict of "
-                    "both networks, or call precision.step once for each network with its own optimizer"
-                )
-            if not hasattr(one, IS_REDUCED):
-                raise UserError(
-                    f"the gradient of {names[id(one)]} is not summed over the ranks, so each rank would train its own "
-                    "copy: its network needs a wrap(), and its forward and backward a no_sync"
-                )
-    if left := [name for key, name in names.items() if key in with_gradient]:
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    trained = {id(one): one for one in itertools.chain(*groups) if one.grad is not None}
+    for key, one in trained.items():
+        if key not in names:
+            raise UserError(
+                f"an optimizer trains a parameter {tuple(one.shape)} that the model given to precision.step lacks, so "
+                "it would not be clipped: give the module that has all of them, such as an nn.ModuleDict of both "
+                "networks, or call precision.step once for each network with its own optimizer"
+            )
+        if not hasattr(one, IS_REDUCED):
+            raise UserError(
+                f"the gradient of {names[key]} is not summed over the ranks, so each rank would train its own copy: "
+                "its network needs a wrap(), and its forward and backward a no_sync"
+            )
+    if left := [one for one in model.parameters() if one.grad is not None and id(one) not in trained]:
         raise UserError(
-            f"precision.step was given no optimizer that trains {left[0]}: give it all optimizers of this model, "
-            "precision.step(model, clip_norm, *optimizers), or a module that has no more than they train; freeze with "
-            "requires_grad_(False) what nothing trains"
+            f"precision.step was given no optimizer that trains {names[id(left[0])]}: give it all optimizers of this "
+            "model, precision.step(model, clip_norm, *optimizers), or a module that has no more than they train; "
+            "freeze with requires_grad_(False) what nothing trains"
         )
