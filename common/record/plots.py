@@ -1,6 +1,8 @@
 """curves.png: the loss, the evaluations and each rank's time of one metrics.jsonl."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -39,25 +41,23 @@ def draw_curves(rows: Rows) -> Any:
     measures = _measures(evals)
     fractions = {name: points for name, points in measures.items() if all(0 <= value <= 1 for _, value in points)}
     others = {name: points for name, points in measures.items() if name not in fractions}
-    here = [row for row in ranks if len(row["shares"]) == len(ranks[-1]["shares"])]  # others are of other layouts
-    changing = any(row["shares"] != here[0]["shares"] for row in here)
-    curves: list[Panel] = [(PANEL_INCHES, lambda axes: _plot_losses(axes, train, evals))]
-    if fractions:
-        curves.append((PANEL_INCHES, lambda axes: _plot_measures(axes, fractions, "Held out")))
-    if others:
-        curves.append((PANEL_INCHES, lambda axes: _plot_measures(axes, others, "Held out, other scales")))
+    curves: list[Panel] = [(PANEL_INCHES, partial(_plot_losses, train=train, evals=evals))]
+    for title, found in {"Held out": fractions, "Held out, other scales": others}.items():
+        if found:
+            curves.append((PANEL_INCHES, partial(_plot_measures, measures=found, title=title)))
     times: list[Panel] = []
     if ranks:
         wide = max(PANEL_INCHES, 2 + 0.2 * min(len(ranks[-1]["shares"]), UPRIGHT))
         last = [row for row in ranks if row["shares"] == ranks[-1]["shares"]]
-        times.append((wide + BESIDE, lambda axes: _plot_ranks(axes, last)))
+        times.append((wide + BESIDE, partial(_plot_ranks, rows=last)))
     if any(row["kind"] == "members" for row in rows):
-        times.append((PANEL_INCHES, lambda axes: plot_members(axes, rows)))
-    if changing:
+        times.append((PANEL_INCHES, partial(plot_members, rows=rows)))
+    here = [row for row in ranks if len(row["shares"]) == len(ranks[-1]["shares"])]  # others are of other layouts
+    if changing := any(row["shares"] != here[0]["shares"] for row in here):
         unit = f"samples of {sum(here[-1]['shares']):,} a step"
-        times.append((PANEL_INCHES, lambda axes: _plot_over_time(axes, here, ["shares"], "Shares", unit)))
         both, title = ["compute_ms", "wait_ms"], "Compute (lines) and wait (dots)"
-        times.append((PANEL_INCHES, lambda axes: _plot_over_time(axes, here, both, title, "ms a step")))
+        times.append((PANEL_INCHES, partial(_plot_over_time, rows=here, names=["shares"], title="Shares", unit=unit)))
+        times.append((PANEL_INCHES, partial(_plot_over_time, rows=here, names=both, title=title, unit="ms a step")))
     figure = _figure([curves, times] if changing else [[*curves, *times]])
     for axes in figure.axes:
         axes.grid(alpha=0.3)
@@ -129,12 +129,9 @@ def _plot_ranks(axes: Any, rows: Rows) -> None:
     shares = rows[-1]["shares"]
     zeros = [0.0] * len(shares)
     # the median over the run, because the first steps are much slower than the rest; earlier versions had no loading_ms
-    times = {
-        name: [median_low(row.get(f"{name}_ms", zeros)[rank] for row in rows) for rank in range(len(shares))]
-        for name in COLORS
-    }
-    tops = zeros
+    tops, times = zeros, {}
     for name, color in COLORS.items():
+        times[name] = [median_low(ms) for ms in zip(*(row.get(f"{name}_ms", zeros) for row in rows), strict=True)]
         axes.bar(range(len(shares)), times[name], bottom=tops, label=name, color=color)
         tops = [top + ms for top, ms in zip(tops, times[name], strict=True)]
     axes.set(ylabel="ms a step", title="Time by rank", xlabel="rank")
@@ -154,9 +151,9 @@ def plot_members(axes: Any, rows: Rows) -> None:
     for rank, spans in spans_of_members(rows).items():
         for first, last in spans:
             axes.plot([first, last], [rank, rank], color=f"C{rank % 10}", linewidth=5, solid_capstyle="butt")
-    changes = [row["step"] for row in rows if row["kind"] == "members"]
-    for step in changes:
-        axes.axvline(step, color="gray", linestyle=":", linewidth=0.8)
+    for row in rows:
+        if row["kind"] == "members":
+            axes.axvline(row["step"], color="gray", linestyle=":", linewidth=0.8)
     axes.set(xlabel="optimizer step", ylabel="rank, as it was started", title="Members")
     axes.set_ylim(axes.get_ylim()[0] - 0.5, axes.get_ylim()[1] + 0.5)
     axes.yaxis.get_major_locator().set_params(integer=True)
@@ -166,37 +163,30 @@ def spans_of_members(rows: Rows) -> dict[int, list[tuple[int, int]]]:
     """For each rank as it was started, the (first, last) steps between which it was there, from a run's rows."""
     members = [row for row in rows if row["kind"] == "members"]
     before = [row for row in rows if row["kind"] == "ranks" and row["step"] <= members[0]["step"]]
-    started = (
-        len(before[0]["shares"]) if before else 1 + max(one["original"] for row in members for one in row["ranks"])
-    )
-    there = [(0, set(range(started)))] + [(row["step"], {one["original"] for one in row["ranks"]}) for row in members]
-    ends = [step for step, _ in there[1:]] + [max(row.get("step", 0) for row in rows)]
+    there = [(row["step"], {one["original"] for one in row["ranks"]}) for row in members]
+    started = len(before[0]["shares"]) if before else 1 + max(rank for _, ranks in there for rank in ranks)
+    there = [(0, set(range(started))), *there, (max(row.get("step", 0) for row in rows), set())]
     spans: dict[int, list[tuple[int, int]]] = {}
-    for (first, ranks), last in zip(there, ends, strict=True):
-        for rank in ranks:
+    for (first, ranks), (last, _) in pairwise(there):
+        for rank in sorted(ranks):
             mine = spans.setdefault(rank, [])
-            if mine and mine[-1][1] == first:
-                first_of_all = mine.pop()[0]
-                mine.append((first_of_all, last))
-            else:
-                mine.append((first, last))
+            begun = mine.pop()[0] if mine and mine[-1][1] == first else first
+            mine.append((begun, last))
     return dict(sorted(spans.items()))
 
 
 def _plot_over_time(axes: Any, rows: Rows, names: list[str], title: str, unit: str) -> None:
     """A line a rank for each of the numbers `names` of "ranks" rows; the second one is dotted."""
-    count = len(rows[0]["shares"])
-    steps = [row["step"] for row in rows]
-    for rank in range(count):
-        label = f"rank {rank}" if count <= SIDE_BY_SIDE * 2 else None
+    ranks, steps = len(rows[0]["shares"]), [row["step"] for row in rows]
+    has_legend = ranks <= SIDE_BY_SIDE * 2
+    for rank in range(ranks):
         for name, style in zip(names, ("-", ":"), strict=False):
-            axes.plot(
-                steps, [row[name][rank] for row in rows], style, color=f"C{rank % 10}", label=label, linewidth=1.2
-            )
-            label = None
+            label = f"rank {rank}" if has_legend and name == names[0] else None
+            values = [row[name][rank] for row in rows]
+            axes.plot(steps, values, style, color=f"C{rank % 10}", label=label, linewidth=1.2)
     axes.set(xlabel="optimizer step", ylabel=unit, title=title)
     axes.set_ylim(bottom=0)
-    if count <= SIDE_BY_SIDE * 2:
+    if has_legend:
         axes.legend()
 
 
