@@ -3,10 +3,6 @@
 import threading
 from collections.abc import Callable
 
-import torch
-
-from common.state import copied
-
 
 class BackgroundWriter:
     """Runs one function at a time in a thread. Its error is raised by the next `start` or `finish`."""
@@ -40,13 +36,3 @@ class BackgroundWriter:
         if self.thread:
             self.thread.join()
             self.thread = None
-
-
-class Frozen:
-    """The weights of a model as they are now, in memory of their own on the CPU."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.weights = copied(model.state_dict())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self.weights)

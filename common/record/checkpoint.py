@@ -17,7 +17,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +29,7 @@ from common.console import say
 from common.errors import RunError, UserError
 from common.files import refuse_stand_in
 from common.launch.cli import plain
-from common.record.background import BackgroundWriter, Frozen
+from common.record.background import BackgroundWriter
 from common.record.latest import STATE, WEIGHTS, by_step, is_copy, latest_name
 from common.state import Stateful, copied, fill
 
@@ -36,6 +37,7 @@ FORMAT = 1
 REPLACED = ".writing-old-"
 TRAINING_STATE = "training_state.pt"
 OTHER_MODEL = "its weights belong to another model"
+WriteExtra = Callable[[Path], None]  # adds files to the folder of a checkpoint, such as a model's config
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,16 @@ class Checkpoint:
             raise self._refusal(f"{OTHER_MODEL}: its {sorted(unknown)[0]} is unknown here")
 
     def load_training(self, may_have_more: bool = False, **parts: Stateful) -> None:
-        """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state. With
-        `may_have_more`, the checkpoint may have others too.
-        """
-        saved = self._read_training()
+        """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state; with
+        `may_have_more`, the checkpoint may have others too. Raises it too for a file that holds more than tensors,
+        numbers, text, lists and dicts: torch never runs what such a file asks for."""
+        try:
+            saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch's own words advise to run what is in the file
+            what = f"{TRAINING_STATE} cannot be read ({type(error).__name__}), or is not from a training run"
+            raise self._refusal(f"{what}: copy the checkpoint again, or name another one") from None
+        if not isinstance(saved, dict):
+            raise self._refusal(f"{TRAINING_STATE} holds no parts of a run: name another checkpoint")
         new_run = "or start a new run with another --out-dir"
         for name in sorted(parts.keys() - saved.keys()):
             raise self._refusal(f"it was saved without the part {name}: resume without that part too, {new_run}")
@@ -76,18 +84,6 @@ class Checkpoint:
                 problem = f"the part {name} does not take the state that was saved ({_last_line(error)})"
                 raise self._refusal(f"{problem}: make that part as in the run that saved it, {new_run}") from None
 
-    def _read_training(self) -> dict[str, Any]:
-        """Raises UserError for a file that holds more than tensors, numbers, text, lists and dicts. torch never runs
-        what such a file asks for."""
-        try:
-            saved = torch.load(self.path / TRAINING_STATE, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch's own words advise to run what is in the file
-            what = f"{TRAINING_STATE} cannot be read ({type(error).__name__}), or is not from a training run"
-            raise self._refusal(f"{what}: copy the checkpoint again, or name another one") from None
-        if not isinstance(saved, dict):
-            raise self._refusal(f"{TRAINING_STATE} holds no parts of a run: name another checkpoint")
-        return saved
-
     def require(self, fields: dict[str, Any], prefix: str = "") -> None:
         """Raise UserError if the checkpoint has another value of a field. A field that it lacks is not compared.
 
@@ -96,10 +92,10 @@ class Checkpoint:
         for name, value in fields.items():
             here, there = plain(value), plain(self.state.get(name, value))  # earlier versions wrote inf as a number
             if there != here:
-                label = prefix + name.replace("_", "-")
+                label, was, now = prefix + name.replace("_", "-"), str(there) or "''", str(here) or "''"
                 raise self._refusal(
-                    f"it was written with {label} {_shown(there)}, but this run has {_shown(here)}: "
-                    "resume with the same, or start a new run with another --out-dir"
+                    f"it was written with {label} {was}, but this run has {now}: resume with the same, or start a new "
+                    "run with another --out-dir"
                 )
 
     def _refusal(self, why: str) -> UserError:
@@ -112,35 +108,30 @@ def save(
     model: torch.nn.Module,
     state: dict[str, Any],
     keep: int | None = None,
-    write_extra: Callable[[Path], None] | None = None,
+    write_extra: WriteExtra | None = None,
     writer: BackgroundWriter | None = None,
     **parts: Stateful,
 ) -> Path:
     """Write `folder/step-XXXXXXXX` completely or not at all, point `latest` to it, and remove all but `keep`.
 
-    `parts` are what `resume` fills again, by the same names (see common/state.py); `write_extra(path)` may add files,
-    such as a model's config. Only rank 0 calls this. Raises RunError when the disk is full or not
-    writable, UserError for a part whose state could not be read back; earlier checkpoints stay. With a `writer` this
-    copies the state to memory and returns, while the writer writes it; errors are the writer's.
+    `parts` are what `resume` fills again, by the same names (see common/state.py). Only rank 0 calls this. Raises
+    RunError when the disk is full or not writable, UserError for a part whose state could not be read back; earlier
+    checkpoints stay. With a `writer` this copies the state to memory and returns, while the writer writes it; errors
+    are the writer's.
     """
-    target = folder / f"step-{step:08d}"
+    target, fields = folder / f"step-{step:08d}", {"format": FORMAT, "step": step, **state}
     states = {name: part.state_dict() for name, part in parts.items()}
     if writer:
-        frozen, states = Frozen(model), copied(states)
-        writer.start(lambda: _write(target, frozen, states, step, state, keep, write_extra))
+        weights, states = copied(model.state_dict()), copied(states)
+        frozen = SimpleNamespace(state_dict=lambda: dict(weights))
+        writer.start(lambda: _write(target, frozen, states, fields, keep, write_extra))
     else:
-        _write(target, model, states, step, state, keep, write_extra)
+        _write(target, model, states, fields, keep, write_extra)
     return target
 
 
 def _write(
-    target: Path,
-    model: torch.nn.Module | Frozen,
-    states: dict[str, dict[str, Any]],
-    step: int,
-    state: dict[str, Any],
-    keep: int | None,
-    write_extra: Callable[[Path], None] | None,
+    target: Path, model: Any, states: dict[str, Any], fields: dict[str, Any], keep: int | None, extra: WriteExtra | None
 ) -> None:
     folder = target.parent
     aside = folder / f".writing-{target.name}-{os.getpid()}"
@@ -148,14 +139,16 @@ def _write(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         aside.mkdir()
-        save_model(cast(torch.nn.Module, model), str(aside / WEIGHTS), metadata={"format": "pt"})
-        _save_parts(aside / TRAINING_STATE, states)
-        if write_extra:
-            write_extra(aside)
+        save_model(model, str(aside / WEIGHTS), metadata={"format": "pt"})
+        torch.save(states, aside / TRAINING_STATE)
+        _require_readable(aside / TRAINING_STATE, states)
+        if extra:
+            extra(aside)
         checksums = {path.name: _checksum(path) for path in sorted(aside.iterdir())}
-        everything = plain({"format": FORMAT, "step": step, **state, "checksums": checksums})
-        (aside / STATE).write_text(json.dumps(everything, indent=1, allow_nan=False))
-        _follow_umask(aside)
+        (aside / STATE).write_text(json.dumps(plain({**fields, "checksums": checksums}), indent=1, allow_nan=False))
+        for path in aside.iterdir():  # safetensors writes for the owner only; state.json follows the umask
+            if path.stat().st_mode != (aside / STATE).stat().st_mode:
+                shutil.copymode(aside / STATE, path)
         for path in [*aside.iterdir(), aside]:
             _sync(path)
         if target.exists():  # a resumed run that reaches the same step again
@@ -179,25 +172,13 @@ def _write(
         raise
 
 
-def _shown(value: Any) -> str:
-    return str(value) or "''"
-
-
-def _save_parts(path: Path, states: dict[str, dict[str, Any]]) -> None:
-    """Raises UserError where a state holds what `load_training` would refuse to read."""
-    torch.save(states, path)
-    if unsafe := get_unsafe_globals_in_checkpoint(path):
+def _require_readable(file: Path, states: dict[str, Any]) -> None:
+    """Raise UserError where a state holds what `load_training` would refuse to read."""
+    if unsafe := get_unsafe_globals_in_checkpoint(file):
         raise UserError(
             f"one of the parts {', '.join(states)} has a state with a {sorted(unsafe)[0]} in it, which cannot be read "
             "back from a checkpoint: its state_dict() may hold tensors, numbers, text, lists, tuples and dicts"
         )
-
-
-def _follow_umask(folder: Path) -> None:
-    """Give all files the permissions of state.json, which follow the umask; safetensors writes for the owner only."""
-    for path in folder.iterdir():
-        if path.stat().st_mode != (folder / STATE).stat().st_mode:
-            shutil.copymode(folder / STATE, path)
 
 
 def _free_space(folder: Path) -> str:
