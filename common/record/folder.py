@@ -17,14 +17,12 @@ def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
     --resume without --out-dir takes the latest run that has checkpoints. Raises UserError where the folder holds
     another run already or cannot be written.
     """
-    if same := members.folder():
-        with group.others_wait("rank 0, which opens the files of this run"):
-            if group.worker.is_main:
-                _make_writable(same, resume="auto")
-        return members.open_folder(same, "auto", newest_step)
-    folder = Path()
+    same = members.folder()
+    folder = same or Path()
     with group.others_wait("rank 0, which opens the files of this run"):
-        if group.worker.is_main:
+        if group.worker.is_main and same:
+            _make_writable(same, resume="auto")
+        elif group.worker.is_main:
             latest = _latest(options.name) if options.resume == "auto" else None
             folder = options.out_dir or latest or _new(options.name)
             if not options.eval_only:
@@ -33,7 +31,8 @@ def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
                 raise UserError(
                     f"--eval-only: {folder} has no checkpoint: name one with --resume PATH, or its --out-dir"
                 )
-    return members.open_folder(folder, options.resume, None if options.eval_only else newest_step)
+    writes = same or not options.eval_only
+    return members.open_folder(folder, "auto" if same else options.resume, newest_step if writes else None)
 
 
 def _latest(name: str) -> Path | None:

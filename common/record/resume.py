@@ -35,10 +35,9 @@ def resume(
     """Load the checkpoint that --resume asks for on every rank. Returns its optimizer steps, or 0 if there is none.
 
     Rank 0 reads the checkpoint, checks that it was written with the same data (`data_fingerprint`) and the same flags
-    (`config`, which --eval-only does not need), and sends `states` to the other ranks; these are
-    the same as in `checkpoint.save`. The weights stay on rank 0:
-    DistributedDataParallel sends them when it wraps the model. Every rank must call this. Raises UserError on every
-    rank, also for a state that the checkpoint lacks, or that only the checkpoint has.
+    (`config`, which --eval-only does not need), and sends `states` to the other ranks; these are the same as in
+    `checkpoint.save`. The weights stay on rank 0: DistributedDataParallel sends them when it wraps the model. Every
+    rank must call this. Raises UserError on every rank, also for a state that only the checkpoint has, or lacks.
     """
     _require_all_optimizers(model, states)
     if not members.generation:
@@ -54,8 +53,7 @@ def resume(
             found = _find_wanted(options.resume, folder)
             if found:
                 found.require(data_fingerprint)
-                if not options.eval_only:
-                    found.require(config, prefix="--")
+                found.require({} if options.eval_only else config, prefix="--")
                 found.load_model(model)
                 found.load_training(may_have_more=options.eval_only, **states)
                 if not options.eval_only:
@@ -65,15 +63,13 @@ def resume(
                 say(f"resuming from {found.path}{other}", rank=0)
             else:
                 say(f"--resume: there is no checkpoint in {folder} yet: starting from the beginning", rank=0)
-    state = {"step": 0, "states": {}}
-    if found:
-        state = {"step": found.state["step"], "states": {name: one.state_dict() for name, one in states.items()}}
-    received = broadcast_tree(state, group.device)
+    saved = {name: one.state_dict() for name, one in states.items()} if found else {}
+    received = broadcast_tree({"step": found.state["step"] if found else 0, "states": saved}, group.device)
     for buffer in model.buffers():  # not every version of torch sends them when DDP wraps the model
         dist.broadcast(buffer, src=0)
     if not group.worker.is_main:
-        for name, saved in received["states"].items():
-            fill(states[name], saved)
+        for name, state in received["states"].items():
+            fill(states[name], state)
     members.keep(folder, received["step"], model, states)
     return received["step"]
 
@@ -84,9 +80,8 @@ def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> N
     DDP does not reduce the gradients of others, and no checkpoint would have them.
     """
     optimizers = {name: part for name, part in states.items() if isinstance(part, torch.optim.Optimizer)}
-    held = {
-        id(one): name for name, part in optimizers.items() for group in part.param_groups for one in group["params"]
-    }
+    groups = [(name, group["params"]) for name, part in optimizers.items() for group in part.param_groups]
+    held = {id(one): name for name, parameters in groups for one in parameters}
     missing = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if optimizers and missing:
         raise UserError(
@@ -97,9 +92,9 @@ def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> N
     known = {id(one) for one in model.parameters()}
     if strangers := [name for key, name in held.items() if key not in known]:
         raise UserError(
-            f"the part {strangers[0]} of a checkpoint trains a parameter that is not in the model, so its gradient "
-            "would not be summed over the ranks, and it would not be saved: make it an nn.Parameter of the module that "
-            "resume() and wrap() get",
+            f"the part {strangers[0]} of a checkpoint trains a parameter that is not in the model, so its "
+            "gradient would not be summed over the ranks, and it would not be saved: make it an nn.Parameter of the "
+            "module that resume() and wrap() get",
             same_on_every_rank=True,
         )
 
@@ -107,11 +102,11 @@ def _require_all_optimizers(model: torch.nn.Module, states: dict[str, Any]) -> N
 def require_all_schedulers(states: dict[str, Stateful]) -> None:
     """Raise UserError for a scheduler of torch that changes one of the optimizers, and is neither among the states nor
     an attribute of one: a resumed run would begin it anew."""
-    optimizers = [one for one in states.values() if isinstance(one, torch.optim.Optimizer)]
-    for optimizer in optimizers:
-        for scheduler in _schedulers_of(optimizer):
-            if not any(_reaches(one, scheduler) for one in states.values()):
-                raise _not_given(scheduler)
+    for optimizer in [one for one in states.values() if isinstance(one, torch.optim.Optimizer)]:
+        for referrer in gc.get_referrers(optimizer):
+            for one in gc.get_referrers(referrer) if type(referrer) is dict else [referrer]:
+                if isinstance(one, LRScheduler) and one.optimizer is optimizer:
+                    _require_given(one, states)
 
 
 def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
@@ -119,33 +114,24 @@ def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
     is neither among the states nor an attribute of one. Averages of other kinds cannot be seen."""
     shapes = [one.shape for one in net.parameters()]
     for average in [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]:
-        is_of_net = [one.shape for one in average.parameters()] == shapes and int(average.n_averaged) == 1
-        if is_of_net and not any(_reaches(one, average) for one in states.values()):
-            raise _not_given(average)
+        if [one.shape for one in average.parameters()] == shapes and int(average.n_averaged) == 1:
+            _require_given(average, states)
 
 
-def _not_given(found: object) -> UserError:
-    return UserError(
-        f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
-        "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)"
-    )
-
-
-def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    found: dict[int, LRScheduler] = {}
-    for referrer in gc.get_referrers(optimizer):
-        owners = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
-        found |= {id(one): one for one in owners if isinstance(one, LRScheduler) and one.optimizer is optimizer}
-    return list(found.values())
+def _require_given(found: object, states: dict[str, Stateful]) -> None:
+    if not any(_reaches(one, found) for one in states.values()):
+        raise UserError(
+            f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
+            "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)"
+        )
 
 
 def _reaches(one: Any, wanted: object) -> bool:
     """Whether this is the object, or has it as an attribute, also within lists and within schedulers."""
-    if one is wanted:
-        return True
     attributes = list(getattr(one, "__dict__", {}).values())
     attributes += itertools.chain(*(value for value in attributes if isinstance(value, list | tuple)))
-    return any(value is wanted or (isinstance(value, LRScheduler) and _reaches(value, wanted)) for value in attributes)
+    inner = (value for value in attributes if isinstance(value, LRScheduler))
+    return any(value is wanted for value in [one, *attributes]) or any(_reaches(value, wanted) for value in inner)
 
 
 def _find_wanted(wanted: str, folder: Path) -> Checkpoint | None:
