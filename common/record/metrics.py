@@ -11,11 +11,8 @@ from common.record.trackers import Trackers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. A last line that is incomplete is left out: after a crash, or because the
-    run writes it at this moment.
-
-    Raises UserError if any other line is not JSON.
-    """
+    """The rows of a metrics.jsonl. A last line that is incomplete is left out: after a crash, or because the run writes
+    it at this moment. Raises UserError if any other line is not JSON."""
     rows = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # after the last line break, nothing is complete
@@ -47,7 +44,7 @@ class Metrics:
     def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        rows = [row for row in read_metrics(self.path) if _step_of(row) <= step]
+        rows = [row for row in read_metrics(self.path) if not isinstance(row.get("step"), int) or row["step"] <= step]
         aside = self.path.with_suffix(".tmp")
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
         aside.replace(self.path)
@@ -58,8 +55,8 @@ class Metrics:
 
         Raises RunError when the disk is full.
         """
-        numbers = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
-        row = {name: _finite(value) for name, value in numbers.items()}
+        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        row |= {name: None for name, one in row.items() if isinstance(one, float) and not math.isfinite(one)}
         try:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
@@ -72,11 +69,3 @@ class Metrics:
         self.file.close()
         self.lock.close()
         self.trackers.close()
-
-
-def _step_of(row: dict[str, Any]) -> float:
-    return row["step"] if isinstance(row.get("step"), int) else 0
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

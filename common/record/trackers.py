@@ -1,7 +1,7 @@
 """Trackers: where each row of metrics.jsonl is handed on, such as to TensorBoard, wandb or MLflow.
 
 A tracker is any callable that takes a row, a dict as in metrics.jsonl: "kind", "step" and "epoch", then numbers. It may
-have a `close()`. `Report(..., trackers=[...])` takes them; docs/trackers.md has an example.
+have a `close()`. `Run(..., trackers=[...])` takes them; docs/trackers.md has an example.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,9 +32,8 @@ class Trackers:
 
     def close(self) -> None:
         """Close those that have a `close`."""
-        for tracker in self.trackers:
-            self._close(tracker)
-        self.trackers = []
+        while self.trackers:
+            self._close(self.trackers.pop(0))
 
     def _close(self, tracker: Tracker) -> None:
         try:
@@ -51,13 +50,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(folder, purge_step=first_step + 1)
+        self.close = self.writer.close
 
     def __call__(self, row: dict[str, Any]) -> None:
         for name, value in scalars(row).items():
             self.writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:

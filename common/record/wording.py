@@ -1,6 +1,7 @@
 """The text of a report: the header of a run, and numbers as a person reads them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from common.join.process_group import Group
@@ -12,23 +13,22 @@ SHOWN_IN_PERCENT = ("accuracy", "precision", "recall", "f1")  # and names that e
 
 def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[str, Any]) -> str:
     """Layout, devices, backend and batch of a run, then `facts`, one line each; `micro_batches` of them are by rank."""
-    layout = group.worker.layout
+    layout, flags = group.worker.layout, options.flags
     hosts: dict[tuple[int, str], list[str]] = {}
     for view in group.views:
         name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
-    given = options.flags.get("micro_batch")
-    by_rank = facts.get("micro_batches") or (given if isinstance(given, list) else [given])
-    sizes = [size or max(plan.shares) for size in by_rank]
+    counted = {host: [f"{names.count(one)} x {one}" for one in dict.fromkeys(names)] for host, names in hosts.items()}
+    sizes = [size or max(plan.shares) for size in facts["micro_batches"]]
     most = runs(sizes) if len(set(sizes)) > 1 else str(sizes[0])
     idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
     lines = {
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
-        "devices": "; ".join(f"{host}: {_counted(names)}" for (_, host), names in hosts.items()),
-        "backend": f"{group.backend}, {options.flags['precision']}",
+        "devices": "; ".join(f"{host}: {', '.join(names)}" for (_, host), names in counted.items()),
+        "backend": f"{group.backend}, {flags['precision']}",
         "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
         f"micro-batches of at most {most}{idle}",
-        **_links(options.flags, len(hosts), layout.world_size),
+        **_links(flags, len(hosts), layout.world_size),
         **{name: value for name, value in facts.items() if name != "micro_batches"},
     }
     return "\n".join(f"{name:<9}{value}" for name, value in lines.items())
@@ -59,18 +59,9 @@ def _measure(name: str, value: object) -> str:
 
 def runs(values: Sequence[int]) -> str:
     """(64, 64, 64, 32) -> '64 x3, 32'."""
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and parts[-1][0] == value:
-            parts[-1][1] += 1
-        else:
-            parts.append([value, 1])
+    parts = [(value, len([*same])) for value, same in groupby(values)]
     return ", ".join(f"{value} x{times}" if times > 1 else str(value) for value, times in parts)
 
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}{('es' if noun.endswith('s') else 's') * (number != 1)}"
-
-
-def _counted(names: list[str]) -> str:
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
