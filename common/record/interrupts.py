@@ -27,6 +27,8 @@ class Interrupts:
         self.rank, self.speaks = rank, speaks
         self.received = 0  # the number of the first signal
         self.first_end = 0.0  # when the first SIGTERM or SIGINT came
+        # All ranks know of it, and are about to save: SIGTERM, which a launcher sends to the ranks that are left when
+        # the first one has ended, is ignored.
         self.all_know = False
         self.previous: dict[int, Any] = {}
         if os.name == "nt" or threading.current_thread() is not threading.main_thread():
@@ -37,11 +39,6 @@ class Interrupts:
         self.previous = handle(lambda *_: None)
         signal.set_wakeup_fd(self.writer)
         os.register_at_fork(after_in_child=self._reset_in_child)
-
-    def note_agreement(self) -> None:
-        """All ranks know of the signal, and are about to save: SIGTERM, which a launcher sends to the ranks that are
-        left when the first one has ended, is ignored."""
-        self.all_know = True
 
     def close(self) -> None:
         """Handle signals as before."""

@@ -29,10 +29,6 @@ SAID_AGAIN = 0.1  # a share that has changed by this part of the global batch is
 NOT_MEASURES = {"kind", "step", "epoch", "count", "training_seconds"}  # of an eval row
 
 
-def _say_nothing(text: str, rank: int | None = None, error: bool = False) -> None:
-    """As `say`, where another node prints it."""
-
-
 class Output:
     """Rank 0's lines and files of one run."""
 
@@ -46,32 +42,30 @@ class Output:
         first_step: int,
         total_steps: int,
         facts: Mapping[str, object],
-        trackers: Iterable[Tracker],
-        is_copy: bool = False,
+        trackers: Iterable[Tracker] | None,
     ):
-        """Open the files and print the header; a copy prints nothing, and has been given what was written so far.
-        Raises RunError where `folder` cannot be written."""
-        self.plan, self.options, self.folder = plan, options, folder
+        """Open the files and print the header. A copy, which has no `trackers`, prints nothing, and has been given what
+        was written so far. Raises RunError where `folder` cannot be written."""
+        self.plan, self.options, self.folder, self.is_copy = plan, options, folder, trackers is None
         self.first_step = self.last_step = first_step
         self.samples, self.said_shares, self.shares_written = 0, plan.shares, first_step
         self.spent_ms = dict.fromkeys(TIMES.values(), 0.0)
         self.intervals: deque[tuple[float, int]] = deque(maxlen=INTERVALS)  # seconds and steps
-        layout = group.worker.layout
-        self.say = _say_nothing if is_copy else say
-        self.terminal = Terminal(first_step, total_steps, is_silent=is_copy)
-        told: list[Tracker] = [] if is_copy else [*trackers]
+        self.terminal = Terminal(first_step, total_steps, is_silent=self.is_copy)
+        told: list[Tracker] = list(trackers or ())
         try:
-            if options.tensorboard and not is_copy:
+            if options.tensorboard and not self.is_copy:
                 told.append(TensorBoard(folder / "tensorboard", first_step))
             takes_over = members.generation > 0
             self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), takes_over)
-            if not is_copy:
+            if not self.is_copy:
+                layout = group.worker.layout
                 run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
-        if members.generation and not is_copy:
+        if members.generation and not self.is_copy:
             self._go_on(group, members)
-        elif not is_copy:
+        elif not self.is_copy:
             say(wording.header(group, plan, options, {**facts, "files": folder}), rank=0)
 
     def _go_on(self, group: Group, members: Members) -> None:
@@ -106,7 +100,10 @@ class Output:
         for one in done:
             if stops and not math.isfinite(one.loss):  # the trainer ends the run here
                 break
-            self._write_new_shares(one.step)
+            for change in self.plan.changes:
+                if self.shares_written < change.from_step < one.step:
+                    self.shares_written = change.from_step
+                    self.metrics.write("shares", change.from_step + 1, shares=change.samples)
             if one.step % self.options.log_every == 0:
                 numbers = {"loss": one.loss, "lr": one.lr, "grad_norm": one.grad_norm}
                 self.metrics.write("train", one.step, **numbers, samples_per_second=rate)
@@ -115,29 +112,16 @@ class Output:
         self.metrics.write("ranks", self.last_step, training_seconds=seconds, shares=shares, **means)
         for name, part in times.items():
             self.spent_ms[TIMES[name]] += float(part.mean(dim=0).sum())
-        self._say_new_shares(shares)
-        self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
-
-    def _write_new_shares(self, step: int) -> None:
-        """A row for each change of shares up to `step`, with the first step that has them."""
-        for change in self.plan.changes:
-            if self.shares_written < change.from_step < step:
-                self.shares_written = change.from_step
-                self.metrics.write("shares", change.from_step + 1, shares=change.samples)
-
-    def _say_new_shares(self, shares: tuple[int, ...]) -> None:
         changes = (abs(now - said) for now, said in zip(shares, self.said_shares, strict=True))
         if max(changes) > SAID_AGAIN * self.plan.global_batch:
             self.said_shares = shares
             self.terminal.line(f"step {self.last_step}: shares by speed: {wording.runs(shares)}")
+        self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")
 
     def close(self) -> None:
         """Complete what was written, where the run ends before its last step."""
         self.terminal.close()
         self.metrics.close()
-
-    def evaluation(self, step: int, numbers: Mapping[str, float], clock: Clock) -> None:
-        self.metrics.write("eval", step, training_seconds=round(clock.seconds, 3), **numbers)
 
     def summary(self, step: int, last_eval: Mapping[str, float], numbers: Mapping[str, object], clock: Clock) -> None:
         """Print the last lines, write the last row, and plot curves.png.
@@ -148,31 +132,31 @@ class Output:
         self.terminal.close()
         if self.last_step == self.first_step:
             self.metrics.close()
-            self.say(f"done     nothing to do: {self.folder} has all {step} steps already", rank=0)
+            self.terminal.line(f"done     nothing to do: {self.folder} has all {step} steps already")
             return
         seconds, total = round(clock.seconds_here, 3), round(clock.seconds, 3)  # in the row, and in the line
         rate = self.samples / max(seconds, 1e-3)
         spent = {name: round(ms / 1e3, 3) for name, ms in self.spent_ms.items()}
-        other = seconds - sum(spent.values())  # between two steps, such as the exchange of a report
-        spent["other"] = max(0.0, round(other, 3))
+        spent["other"] = max(0.0, round(seconds - sum(spent.values()), 3))  # between two steps, such as an exchange
         row = {"steps": step, "first_step": self.first_step, "samples_per_second": rate}
         row |= {"training_seconds": total, "seconds": seconds}
         row |= {f"{name}_seconds": value for name, value in spent.items()}
         self.metrics.write("summary", step, **{**row, **last_eval, **numbers})
         self.metrics.close()
         found = f": {wording.measures(last_eval)}" if last_eval else ""
-        self.say(f"done     {step} steps{found}", rank=0)
         since = f" since step {self.first_step} ({total:.1f} s over all runs)" if self.first_step else ""
         later = [*self.intervals][len(self.intervals) // 2 :]  # the first steps are slower
         step_ms = sum(took for took, _ in later) / sum(steps for _, steps in later) * 1e3
         pace = f"{rate:,.0f} {self.options.unit}/s, {step_ms:,.1f} ms a step in the later half"
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
-        self.say(f"time     {seconds:.1f} s of training{since}, {pace}; mean over ranks: {parts}", rank=0)
+        self.terminal.line(f"done     {step} steps{found}")
+        self.terminal.line(f"time     {seconds:.1f} s of training{since}, {pace}; mean over ranks: {parts}")
         files = ["metrics.jsonl", "run.json", "checkpoints/latest"]
         if not self.options.no_plot:
             files.insert(0, "curves.png")
             try:
                 plot_curves(self.metrics.path, self.folder / "curves.png")
             except OSError as error:  # the training itself is done, and saved
-                self.say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
-        self.say(f"files    {self.folder}: {', '.join(files)}", rank=0)
+                if not self.is_copy:
+                    say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
+        self.terminal.line(f"files    {self.folder}: {', '.join(files)}")

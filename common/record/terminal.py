@@ -10,11 +10,10 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
 class Terminal:
-    """Rank 0's output on the terminal."""
+    """Rank 0's output on the terminal; a silent one says nothing."""
 
     def __init__(self, first_step: int, total_steps: int, is_silent: bool = False):
-        self.is_silent = is_silent
-        self.first_step, self.total_steps = first_step, total_steps
+        self.first_step, self.total_steps, self.is_silent = first_step, total_steps, is_silent
         self.began = self.last_line = time.monotonic()
         self.bar: Any = None
         if sys.stderr.isatty() and not is_silent:
@@ -28,19 +27,18 @@ class Terminal:
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(step - self.bar.n)
-        elif time.monotonic() - self.last_line > LINE_SECONDS and not self.is_silent:
+        elif time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
             seconds_a_step = (self.last_line - self.began) / max(1, step - self.first_step)
             left = seconds_a_step * (self.total_steps - step)
-            say(f"step {step}/{self.total_steps}: {text}, {left:,.0f} s left", rank=0)
+            self.line(f"step {step}/{self.total_steps}: {text}, {left:,.0f} s left")
 
     def line(self, text: str) -> None:
         """Print one line, above the progress bar where there is one."""
-        if self.is_silent:
-            return
         if self.bar is not None:
             self.bar.clear()
-        say(text, rank=0)
+        if not self.is_silent:
+            say(text, rank=0)
         if self.bar is not None:
             self.bar.refresh()
 

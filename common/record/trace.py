@@ -5,6 +5,7 @@ their clocks, rank 0 gathers what all have noted, and writes two files (trace_fi
 https://ui.perfetto.dev and chrome://tracing open, and trace.png. On a GPU, torch.profiler notes its kernels too.
 """
 
+import contextlib
 import json
 import tempfile
 import time
@@ -87,13 +88,11 @@ class Trace:
     def __init__(self, timer: StepTimer, steps: int, first_step: int, total_steps: int):
         """A run that makes the steps after `first_step`, up to `total_steps`; a short one is traced from its start."""
         self.timer, self.steps = timer, min(steps, total_steps - first_step)
-        self.untraced = min(UNTRACED_STEPS, total_steps - first_step - self.steps)
+        self.first_step = 1 + min(first_step + UNTRACED_STEPS, total_steps - self.steps)
         self.marks: list[tuple[str, Any]] = []
-        self.first_step = 0
         self.done = 0  # steps that are traced
         self.kernels: Kernels | None = None
-        if not self.untraced:
-            self._begin(first_step + 1)
+        self.end_step(first_step)
 
     @property
     def is_complete(self) -> bool:
@@ -102,17 +101,14 @@ class Trace:
 
     def end_step(self, step: int) -> None:
         """Call after each optimizer step; `step` counts from 1."""
-        if self.first_step and not self.is_complete:
-            self.done = step - self.first_step + 1
-            if self.is_complete:
-                self.close()
-        elif not self.first_step:
-            self.untraced -= 1
-            if self.untraced == 0:
-                self._begin(step + 1)
+        if step == self.first_step - 1:
+            self._begin()
+        self.done = min(max(0, step - self.first_step + 1), self.steps)
+        if self.is_complete:
+            self.close()
 
-    def _begin(self, step: int) -> None:
-        self.first_step, self.timer.on_mark = step, self._note
+    def _begin(self) -> None:
+        self.timer.on_mark = lambda name, now: self.marks.append((name, now))
         if self.timer.device.type == "cuda":
             self.kernels = Kernels(ProfilerActivity.CUDA)
             self.zero = torch.cuda.Event(enable_timing=True)
@@ -126,9 +122,6 @@ class Trace:
         if self.kernels:
             self.kernels.end()
 
-    def _note(self, name: str, now: Any) -> None:
-        self.marks.append((name, now))
-
     def gather(self, group: Group) -> list[RankTrace]:
         """What all ranks have noted, by rank, on rank 0's clock; empty on the other ranks. Every rank must call this.
 
@@ -136,15 +129,13 @@ class Trace:
         """
         if self.timer.device.type == "cuda":
             torch.cuda.synchronize(self.timer.device)  # else its events have no times yet
-        rank = group.worker.rank
-        limit = group.options.timeout_seconds
+        rank, limit = group.worker.rank, group.options.timeout_seconds
         ahead, off = seconds_ahead(group.store, f"clock{self.first_step}", rank, group.ranks_of_nodes, limit)
         marks = [(name, self._seconds(at) - ahead) for name, at in self.marks]
         kernels = self.kernels.spans(ahead) if self.kernels else []
-        mine = RankTrace(rank, spans_between(marks, self.first_step), kernels, off)
-        everyone: list[Any] = [None] * group.worker.world_size
-        dist.gather_object(mine, everyone if rank == 0 else None)
-        return everyone if rank == 0 else []
+        everyone: list[Any] | None = [None] * group.worker.world_size if rank == 0 else None
+        dist.gather_object(RankTrace(rank, spans_between(marks, self.first_step), kernels, off), everyone)
+        return everyone or []
 
     def _seconds(self, at: Any) -> float:
         """A mark's time on this process's clock."""
@@ -157,13 +148,12 @@ class Kernels:
     def __init__(self, activity: ProfilerActivity):
         self.profile = profile(activities=[activity])
         self.profile.start()
-        self.is_on = True
+        self.stops = contextlib.ExitStack()
+        self.stops.callback(self.profile.stop)
 
     def end(self) -> None:
         """Note no more, once the device has done what it was given. May be called again."""
-        if self.is_on:
-            self.is_on = False
-            self.profile.stop()
+        self.stops.close()
 
     def spans(self, ahead: float = 0.0) -> list[Span]:
         """In seconds of this process's clock, less `ahead`."""

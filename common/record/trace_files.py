@@ -5,11 +5,15 @@ clock: a rank *waits* until the slowest rank has its gradients ready; the rest i
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.record.trace import RankTrace, Span
+from common.console import say
+from common.join.process_group import Group
+from common.record.trace import RankTrace, Span, Trace
 
 # What the picture shows, from the first to the last of a step, in the colours of curves.png.
 COLORS = {
@@ -26,56 +30,79 @@ COLORS = {
 SHOWN_STEPS = 6  # in the picture: more would be too narrow to read
 
 
-def split_exchanges(traces: Sequence[RankTrace], nodes: Sequence[Sequence[int]]) -> list[RankTrace]:
-    """The same, with each "all-reduce" of a step divided into "wait" and "transfer".
+def write_trace(trace: Trace, group: Group, folder: Path | None, nodes_apart: bool) -> str:
+    """Write trace.json and trace.png into `folder`, where this rank has one; returns what to print of them.
+    `nodes_apart`: nodes exchange nothing in a step (--sync-every). Every rank must call this."""
+    traces = trace.gather(group)
+    if not traces or not folder:
+        return ""
+    traces = split_exchanges(traces, group.ranks_of_nodes if nodes_apart else [range(len(traces))])
+    where, off = folder / "trace.json", max(one.off_seconds for one in traces) * 1e6
+    facts = {"first_step": trace.first_step, "ranks": len(traces), "clocks_may_differ_by_us": round(off, 1)}
+    events = {"traceEvents": _events(traces, group.views), "displayTimeUnit": "ms", "otherData": facts}
+    aside = folder / ".trace"
+    try:
+        aside.write_text(json.dumps(events))
+        aside.replace(where)
+        _draw(aside, traces)
+        aside.replace(folder / "trace.png")
+    except OSError as error:  # the training needs neither
+        say(f"could not write {where}: {error.strerror}", rank=0, error=True)
+        return ""
+    steps = f"steps {trace.first_step} to {trace.first_step + trace.done - 1}"
+    return f"trace    {steps}: {where} and trace.png (the nodes' clocks compared to {off:,.0f} microseconds)"
 
-    `nodes` are the ranks that exchange with one another in a step: all in one list, but with --sync-every those of each
-    node.
-    """
-    peers = {rank: ranks for ranks in nodes for rank in ranks}
-    begins: dict[tuple[int, int], list[float]] = {}  # (rank, step) -> when its exchanges began
-    for trace in traces:
-        for span in trace.spans:
-            if span.name == "all-reduce":
-                begins.setdefault((trace.rank, span.step), []).append(span.start)
+
+def split_exchanges(traces: Sequence[RankTrace], nodes: Sequence[Sequence[int]]) -> list[RankTrace]:
+    """The same, with each "all-reduce" of a step divided into "wait" and "transfer". `nodes` are the ranks that
+    exchange with one another in a step."""
+
+    def exchanges(trace: RankTrace) -> Iterator[tuple[tuple[int, int], Span]]:
+        """Each with its step, and its number within that."""
+        numbers = Counter[int]()
+        for span in (one for one in trace.spans if one.name == "all-reduce"):
+            numbers[span.step] += 1
+            yield (span.step, numbers[span.step]), span
+
+    begins = {(trace.rank, *place): span.start for trace in traces for place, span in exchanges(trace)}
     found = []
     for trace in traces:
-        spans: list[Span] = []
-        seen: dict[int, int] = {}  # step -> its exchanges so far
-        for span in trace.spans:
-            if span.name != "all-reduce":
-                spans.append(span)
-                continue
-            index = seen[span.step] = seen.get(span.step, -1) + 1
-            theirs = [begins.get((rank, span.step), []) for rank in peers[trace.rank]]
-            latest = max(starts[index] for starts in theirs if len(starts) > index)
-            middle = min(max(latest, span.start), span.end)
-            spans += [Span("wait", span.start, middle, span.step), Span("transfer", middle, span.end, span.step)]
-        found.append(RankTrace(trace.rank, spans, trace.kernels, trace.off_seconds))
+        peers = next(ranks for ranks in nodes if trace.rank in ranks)
+        parts: dict[Span, list[Span]] = {}
+        for place, span in exchanges(trace):
+            latest = max(begins.get((rank, *place), span.start) for rank in peers)
+            middle = min(latest, span.end)
+            parts[span] = [Span("wait", span.start, middle, span.step), Span("transfer", middle, span.end, span.step)]
+        spans = [part for span in trace.spans for part in parts.get(span, [span])]
+        found.append(replace(trace, spans=spans))
     return found
 
 
-def write_json(path: Path, traces: Sequence[RankTrace], views: Sequence[Mapping[str, Any]], first_step: int) -> None:
-    """Write `traces` as Chrome's trace events: a process for each rank, with its node and host in its name, and times
-    in microseconds since the first span. `views` are those of the group, by rank. Raises OSError."""
+def _events(traces: Sequence[RankTrace], views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Chrome's trace events: a process for each rank, with its node and host in its name, and times in microseconds
+    since the first span. `views` are those of the group, by rank."""
     zero = min(span.start for trace in traces for span in trace.spans)
     events: list[dict[str, Any]] = []
+
+    def name(rank: int, thread: int, what: str, **args: Any) -> None:
+        events.append({"ph": "M", "pid": rank, "tid": thread, "name": what, "args": args})
+
+    def add(rank: int, thread: int, spans: Sequence[Span]) -> None:
+        for span in spans:
+            label = f"{span.name} {span.number}" if span.number else span.name
+            times = {"ts": round((span.start - zero) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3)}
+            events.append({"name": label, "ph": "X", "pid": rank, "tid": thread, **times, "args": {"step": span.step}})
+
     for trace in traces:
-        view = views[trace.rank]
-        name = f"rank {trace.rank}, node {view['node_rank']} ({view['host']})"
-        about = {"ph": "M", "pid": trace.rank, "tid": 0}
-        events += [{**about, "name": "process_name", "args": {"name": name}}]
-        events += [{**about, "name": "process_sort_index", "args": {"sort_index": trace.rank}}]
-        for thread, what in enumerate(["this process", *(["its GPU"] if trace.kernels else [])]):
-            events.append({**about, "tid": thread, "name": "thread_name", "args": {"name": what}})
-        events += [_event(step, trace.rank, 0, zero) for step in steps_of(trace)]
-        events += [_event(span, trace.rank, 0, zero) for span in trace.spans]
-        events += [_event(span, trace.rank, 1, zero) for span in trace.kernels]
-    off = max(trace.off_seconds for trace in traces)
-    facts = {"first_step": first_step, "ranks": len(traces), "clocks_may_differ_by_us": round(off * 1e6, 1)}
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}))
-    aside.replace(path)
+        rank, view = trace.rank, views[trace.rank]
+        name(rank, 0, "process_name", name=f"rank {rank}, node {view['node_rank']} ({view['host']})")
+        name(rank, 0, "process_sort_index", sort_index=rank)
+        name(rank, 0, "thread_name", name="this process")
+        if trace.kernels:
+            name(rank, 1, "thread_name", name="its GPU")
+        add(rank, 0, [*steps_of(trace), *trace.spans])
+        add(rank, 1, trace.kernels)
+    return events
 
 
 def steps_of(trace: RankTrace) -> list[Span]:
@@ -88,13 +115,7 @@ def steps_of(trace: RankTrace) -> list[Span]:
     return [Span(f"step {step}", start, end, step) for step, (start, end) in sorted(ends.items())]
 
 
-def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
-    name = f"{span.name} {span.number}" if span.number else span.name
-    times = {"ts": round((span.start - zero) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3)}
-    return {"name": name, "ph": "X", "pid": rank, "tid": thread, **times, "args": {"step": span.step}}
-
-
-def draw(path: Path, traces: Sequence[RankTrace]) -> None:
+def _draw(path: Path, traces: Sequence[RankTrace]) -> None:
     """Draw the last steps of `traces`, at most six, into the PNG `path`: a row for each rank. Raises OSError."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -121,6 +142,4 @@ def draw(path: Path, traces: Sequence[RankTrace]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     legend = [Patch(color=color, label=name) for name, color in COLORS.items() if name in used]
     axes.legend(handles=legend, loc="center left", bbox_to_anchor=(1, 0.5))
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.replace(path)
+    figure.savefig(path, format="png")

@@ -1,63 +1,67 @@
 """When a run writes checkpoints, and how its ranks wait for them."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from common.join.members import Members
-from common.join.process_group import Group
-from common.launch.options import RunOptions
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
-from common.run.log import StepLog
+from common.record.resume import require_all_schedulers, require_average
+from common.record.steps import ExchangedSteps
 from common.state import Stateful
 from common.uneven.guards.same import ranks_that_differ
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 
 class Checkpointer:
     """The checkpoints of one run. Every rank makes one and calls the same methods; rank 0 writes, and so do ranks that
     keep copies of the run's files."""
 
-    def __init__(self, group: Group, members: Members, options: RunOptions, log: StepLog, wants_one: bool):
+    def __init__(self, run: "Run", wants_one: bool):
         """`wants_one`: the disk that had the last checkpoint is gone."""
-        self.group, self.members, self.options, self.log, self.wants_one = group, members, options, log, wants_one
+        self.group, self.members, self.options, self.log = run.group, run.members, run.options, run.log
+        self.net, self.states, self.nodes, self.wants_one = run.net, run.states, run.nodes, wants_one
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
-        self.has_said_differing = False  # of weights
-        self.writer: BackgroundWriter | None = None  # where this rank writes, with --async-save
-        if options.async_save and log.output:
-            self.writer = BackgroundWriter()
-            group.at_end.callback(self.writer.wait)
+        self.has_exchanged = self.has_said_differing = False
+        self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
+        if self.writer:
+            self.group.at_end.callback(self.writer.wait)
 
     def is_due(self, step: int, now: bool) -> bool:
-        """True when --save-every, or `now`, has asked for a checkpoint since the last one; the same on every rank."""
+        """True when --save-every, or `now`, has asked for a checkpoint since the last one, and all nodes have the same
+        weights; the same on every rank."""
         self.wants_one = self.wants_one or now or self.options.save_every.is_due(step, self.unsaved_seconds)
-        return self.wants_one
+        return self.wants_one and self.nodes.is_synchronized
 
-    def save(
-        self,
-        step: int,
-        model: torch.nn.Module,
-        fields: dict[str, Any],
-        states: dict[str, Stateful],
-        keep: int | None = None,
-        write_extra: Callable[[Path], None] | None = None,
-        into: str = "checkpoints",
-    ) -> None:
+    def agree(self, steps: ExchangedSteps) -> None:
+        """Take what all ranks have exchanged. At the first time, what is made only once has been made, and what one
+        rank alone does has been done; later, each checkpoint compares the ranks. Every rank must call this."""
+        self.unsaved_seconds = steps.now["unsaved_seconds"][0]
+        if self.has_exchanged:
+            return
+        self.has_exchanged = True
+        if not self.members.generation:
+            require_all_schedulers(self.states)
+            require_average(self.states, self.net)
+        if self.nodes.is_synchronized:
+            self.compare(steps.done[-1].step, self.states)
+
+    def save(self, step: int, fields: dict[str, Any], into: str, write_extra: checkpoint.WriteExtra | None) -> None:
         """Rank 0 writes a checkpoint into the folder `into` of this run, see `checkpoint.save`, while the others wait;
         then those ranks that keep copies on disks of their own. Every rank must call this.
 
         With --async-save, training goes on as soon as the state has been copied to memory. The time that the ranks
         wait does not count as training, and --save-every counts from its end.
         """
-        self.compare(step, model, states)
+        # In another folder than "checkpoints", the weights of one step alone.
+        states, keep = (self.states, self.options.flags["keep"]) if into == "checkpoints" else ({}, 1)
+        self.compare(step, states)
         log, others_wait = self.log, self.group.others_wait(f"rank 0, which saves step {step}")
         with log.timer.span("checkpoint"), log.clock.saving(), others_wait, log.writing():
             if log.output:
                 layout = {"layout": self.group.worker.layout.source, "shares": log.plan.shares}
                 where = log.output.folder / into
-                checkpoint.save(where, step, model, fields | layout, keep, write_extra, self.writer, **states)
+                checkpoint.save(where, step, self.net, fields | layout, keep, write_extra, self.writer, **states)
         self.unsaved_seconds, self.wants_one = 0.0, False
         self.members.note_saved(log.clock.saved_at)
 
@@ -69,10 +73,10 @@ class Checkpointer:
                 if self.writer and self.log.output:
                     self.writer.finish()
 
-    def compare(self, step: int, net: torch.nn.Module, states: dict[str, Stateful]) -> None:
+    def compare(self, step: int, states: dict[str, Stateful]) -> None:
         """Print which ranks' weights or states differ, which they must not. Every rank must call this."""
-        trees: dict[str, Any] = {"weights": list(net.parameters())}
-        if not self.options.flags.get("sync_every"):  # else each node has an optimizer of its own
+        trees: dict[str, Any] = {"weights": list(self.net.parameters())}
+        if not self.nodes.is_on:  # else each node has an optimizer of its own
             trees |= {f"state of {name}": one.state_dict() for name, one in states.items()}
         for what, ranks in ranks_that_differ(trees, self.group.device).items():
             if not self.has_said_differing:

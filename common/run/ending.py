@@ -17,14 +17,12 @@ class Ending:
 
     def __init__(self, group: Group, members: Members):
         """From now on, signals are handled; where members may change, also between two generations."""
-        self.members, worker = members, group.worker
+        self.members = members
         self.interrupted_by = members.must_end  # a signal and the rank that has received it; the same on every rank
         self.admits_members = False  # the same on every rank
-        if members.interrupts:
-            self.interrupts: Interrupts = members.interrupts
-            self.interrupts.rank, self.interrupts.speaks = worker.rank, worker.local_rank == 0
-            return
-        self.interrupts = Interrupts(worker.rank, speaks=worker.local_rank == 0)
+        place = group.worker.rank, group.worker.local_rank == 0
+        self.interrupts: Interrupts = members.interrupts or Interrupts(*place)
+        self.interrupts.rank, self.interrupts.speaks = place
         if members.may_change:
             members.interrupts = self.interrupts
         else:
@@ -35,30 +33,23 @@ class Ending:
         """Whether the ranks are to save and stop; the same on every rank."""
         return bool(self.interrupted_by) or self.admits_members
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether all ranks know that one of them has received a signal to end."""
-        return bool(self.interrupted_by)
-
     def agree(self, steps: ExchangedSteps) -> None:
         """Take what all ranks have exchanged."""
-        self.admits_members = self.admits_members or steps.newcomers_wait
-        signalled = [(rank, number) for rank, number in enumerate(steps.signals) if number]
-        if signalled and not self.interrupted_by:
-            rank, number = signalled[0]
-            self.interrupted_by = f"{signal.Signals(number).name} on rank {rank}"
-            self.interrupts.note_agreement()
+        self.admits_members = self.admits_members or bool(steps.now["newcomers_wait"][0])  # as rank 0 knows
+        for rank, number in enumerate(steps.now["signal"]):
+            if number and not self.interrupted_by:
+                self.interrupted_by = f"{signal.Signals(int(number)).name} on rank {rank}"
+                self.interrupts.all_know = True
 
     def stop(self, step: int, finish: Callable[[], None]) -> None:
         """After a checkpoint of `step`, where it is due: let processes in that wait; or `finish()`, and raise
         Interrupted. Every rank must call this."""
-        if not self.is_interrupted:
-            if self.admits_members:
-                self.members.let_in()
-            return
-        finish()
-        dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
-        raise Interrupted(
-            f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
-            same_on_every_rank=True,
-        )
+        if self.interrupted_by:
+            finish()
+            dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
+            raise Interrupted(
+                f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
+                same_on_every_rank=True,
+            )
+        if self.admits_members:
+            self.members.let_in()

@@ -1,32 +1,27 @@
 """Batches of a held-out set for an evaluation on all ranks."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import Dataset
 
 from common.uneven.batches import move
 from common.uneven.evaluation import EvaluationSampler
 from common.uneven.loading import part_loader
 
+if TYPE_CHECKING:
+    from common.run.run import Run
+
 
 class EvaluationLoader:
     """An iterable over this rank's batches, on the device. Every sample is on exactly one rank."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        sampler: EvaluationSampler,
-        batch: Callable[[], int],  # the most samples in a batch, asked before each evaluation
-        device: torch.device,
-        dtype: torch.dtype,
-        **options: Any,
-    ):
-        self.sampler, self.batch, self.device, self.dtype = sampler, batch, device, dtype
-        self.loader = part_loader(dataset, sampler, **options)
+    def __init__(self, run: "Run", dataset: Dataset, **options: Any):
+        self.run, samples, place = run, len(dataset), (run.worker.rank, run.worker.world_size)  # type: ignore[arg-type]
+        self.sampler = EvaluationSampler(samples, *place, 1, run.dynamic_batches)
+        self.loader = part_loader(dataset, self.sampler, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.set_batch(self.batch())
+        self.sampler.set_batch(self.run.eval_batch)
         for batch in self.loader:
-            yield move(batch, self.device, self.dtype)
+            yield move(batch, self.run.device, self.run.precision.dtype)

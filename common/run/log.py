@@ -1,29 +1,25 @@
 """The log of a run's optimizer steps: what each rank notes, what the ranks exchange, and what rank 0 writes of it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from common.console import say
 from common.errors import RunError
-from common.join.members import Members
-from common.join.process_group import Group
-from common.launch.options import RunOptions
 from common.record import wording
 from common.record.clock import Clock, seconds_between_exchanges
 from common.record.output import Output
 from common.record.steps import ExchangedSteps, GlobalStep, LocalStep, exchange_steps
 from common.record.trace import Trace
-from common.record.trace_files import draw, split_exchanges, write_json
-from common.record.trackers import Tracker
-from common.run.precision import Precision
+from common.record.trace_files import write_trace
 from common.uneven.guards.losses import few_counted_problem, first_loss_problem
-from common.uneven.plan import BatchPlan
-from common.uneven.timer import StepTimer
+
+if TYPE_CHECKING:
+    from common.run.run import Run
 
 MOST_STEPS_NOTED = 100  # between two exchanges
 
@@ -31,58 +27,48 @@ MOST_STEPS_NOTED = 100  # between two exchanges
 class StepLog:
     """The log of one run. Every rank makes one and calls the same methods; rank 0 prints and writes."""
 
-    def __init__(
-        self,
-        group: Group,
-        members: Members,
-        plan: BatchPlan,
-        timer: StepTimer,
-        options: RunOptions,
-        precision: Precision,  # whose backward has the loss
-        untrained_loss: float | None = None,  # what the loss of step 1 must be near: ln of the number of classes
-        trackers: Iterable[Tracker] = (),  # each gets every row of metrics.jsonl, on rank 0 only (trackers.py)
-    ):
-        self.group, self.members, self.plan, self.timer, self.options = group, members, plan, timer, options
-        self.untrained_loss, self.trackers, self.precision = untrained_loss, trackers, precision
+    def __init__(self, run: "Run", untrained_loss: float | None):
+        """The loss of step 1 must be near `untrained_loss`: ln of the number of classes."""
+        self.group, self.members, self.options, self.trackers = run.group, run.members, run.options, run.trackers
+        self.plan, self.timer, self.precision = run.batches.plan, run.batches.timer, run.precision
+        self.untrained_loss, self.nodes_apart = untrained_loss, run.nodes.is_on
         self.clock = Clock()
         self.noted: list[LocalStep] = []
         self.exchange_at = 1  # exchange once this many steps are noted
         self.exchange_seconds = 0.0  # that the last one took on this rank
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1  # of the last evaluation in the files
+        self.has_said_reached = False
         self.output: Output | None = None  # on rank 0, and on ranks that keep copies
         self.trace: Trace | None = None  # with --trace, from the first step until it is written
-        if members.may_change:
-            timer.at_exchange = precision.reduce_with_gradients
+        if self.members.may_change:
+            self.timer.at_exchange = self.precision.reduce_with_gradients
 
-    def open_together(self, folder: Path, first_step: int, total_steps: int, **facts: object) -> bool:
-        """Open the files of this run and print the header; returns whether there are checkpoints. `facts` are further
-        header lines, such as the data.
-
-        In a resumed run every rank gets the last evaluation and the seconds of training so far. Every rank
-        must call this.
-        """
+    def open_together(self, folder: Path, first_step: int, total_steps: int, facts: dict[str, object]) -> bool:
+        """Open the files of this run and print the header, with `facts` as further lines; returns whether there are
+        checkpoints. In a resumed run every rank gets the last evaluation and the seconds of training so far. Every rank
+        must call this."""
         known: list[Any] = [None]
-        where = (folder, first_step, total_steps, facts, self.trackers)
+        steps = first_step, total_steps
         with self.group.others_wait("rank 0, which opens metrics.jsonl and run.json"):
             if self.group.worker.is_main:
-                output = self._open(Output(self.group, self.members, self.plan, self.options, *where))
-                known = [(*output.so_far(), (folder / "checkpoints").exists())]
+                so_far = self._open(folder, *steps, facts, self.trackers)
+                known = [(*so_far, (folder / "checkpoints").exists())]
         self.members.send_files(folder)
         if self.members.keeps_copy:
-            self._open(Output(self.group, self.members, self.plan, self.options, *where, is_copy=True)).so_far()
+            self._open(folder, *steps, facts, trackers=None)
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds, self.members.saved_at)
         if self.options.trace and first_step < total_steps:
-            self.trace = Trace(self.timer, self.options.trace, first_step, total_steps)
+            self.trace = Trace(self.timer, self.options.trace, *steps)
             self.group.at_end.callback(self.trace.close)
         return has_checkpoints
 
-    def _open(self, output: Output) -> Output:
-        self.output = output
-        self.group.at_end.callback(output.close)
-        return output
+    def _open(self, *where: Any, **options: Any) -> tuple[float, dict[str, float], int]:
+        self.output = Output(self.group, self.members, self.plan, self.options, *where, **options)
+        self.group.at_end.callback(self.output.close)
+        return self.output.so_far()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -113,20 +99,23 @@ class StepLog:
         """True when an exchange is due, 1 to 5 seconds after the last; the same on every rank."""
         return len(self.noted) >= self.exchange_at
 
-    def exchange(self, received: int = 0) -> ExchangedSteps | None:
-        """Exchange what all ranks have noted, and write it. `received` is the number of a signal that this rank has
-        received, or 0. None where nothing is noted. Every rank must call this."""
+    def exchange(self, signal: int) -> ExchangedSteps | None:
+        """Exchange what all ranks have noted, and write it. `signal` is the number of one that this rank has received,
+        or 0. None where nothing is noted. Every rank must call this. Raises RunError for a loss that is not finite."""
         if not self.noted:
             return None
         noted, self.noted = self.noted, []
-        newcomers_wait = self.members.newcomers_wait
+        about = {
+            "signal": signal,
+            "newcomers_wait": self.members.newcomers_wait,
+            "unsaved_seconds": self.clock.unsaved_seconds,
+            "last_seconds": self.exchange_seconds,
+        }
         self.members.note_exchange(noted)
         with self.timer.span("report"):
-            steps = exchange_steps(
-                self.timer, noted, self.clock.unsaved_seconds, received, newcomers_wait, self.exchange_seconds
-            )
+            steps = exchange_steps(self.timer, noted, **about)
         self.exchange_seconds = steps.seconds_here
-        seconds = seconds_between_exchanges(steps.last_seconds)
+        seconds = seconds_between_exchanges(min(steps.now["last_seconds"]))  # of the rank that waited least
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(steps.step_ms, 1e-3))))
         self._name_not_finite(steps)
         with self.writing():
@@ -136,35 +125,26 @@ class StepLog:
             self._judge(steps.done[0], noted[0].count)
         if self.trace and self.trace.is_complete:
             self._write_trace(self.trace)
+        for done in steps.done:
+            self.precision.require_finite(done.step, done.loss, done.grad_norm)
         return steps
 
     def _write_trace(self, trace: Trace) -> None:
-        """Write trace.json and trace.png. Every rank must call this."""
+        """Every rank must call this."""
         self.trace = None
         with self.clock.pause():
-            traces = trace.gather(self.group)
-            if not traces or not self.output:
-                return
-            apart = self.options.flags.get("sync_every") is not None
-            traces = split_exchanges(traces, self.group.ranks_of_nodes if apart else [range(len(traces))])
-            where = self.output.folder / "trace.json"
-            try:
-                write_json(where, traces, self.group.views, trace.first_step)
-                draw(where.with_suffix(".png"), traces)
-            except OSError as error:  # the training needs neither
-                say(f"could not write {where}: {error.strerror}", rank=0, error=True)
-                return
-        steps = f"steps {trace.first_step} to {trace.first_step + trace.done - 1}"
-        off = max(trace.off_seconds for trace in traces) * 1e6
-        self.line(f"trace    {steps}: {where} and trace.png (the nodes' clocks compared to {off:,.0f} microseconds)")
+            folder = self.output.folder if self.output else None
+            said = write_trace(trace, self.group, folder, self.nodes_apart)
+        if said:
+            self.line(said)
 
     def _name_not_finite(self, steps: ExchangedSteps) -> None:
         """Print whose samples have given a loss that is not finite, and which steps are skipped."""
         skips = self.precision.skips
         for index, done in enumerate(steps.done):
-            finite = steps.losses[:, index].isfinite()
+            finite = steps.by_rank["loss"][:, index].isfinite()
             ranks = (~finite).nonzero().flatten().tolist()
-            if ranks or (skips and not steps.grad_norms[:, index].isfinite().all()):
+            if ranks or (skips and not steps.by_rank["grad_norm"][:, index].isfinite().all()):
                 what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
                 ending = ": this step changes no weight (--on-nan skip)" if skips else ""
                 self.line(f"step {done.step}: {what} is not finite{ending}")
@@ -173,10 +153,9 @@ class StepLog:
 
     def _judge(self, first: GlobalStep, count: float) -> None:
         """Print what is suspicious about the loss of step 1."""
-        problems = [few_counted_problem(count, self.plan.global_count(0))]
-        if self.untrained_loss:
-            problems.append(first_loss_problem(first.loss, self.untrained_loss))
-        for problem in filter(None, problems):
+        if problem := few_counted_problem(count, self.plan.global_count(0)):
+            self.line(problem)
+        if self.untrained_loss and (problem := first_loss_problem(first.loss, self.untrained_loss)):
             self.line(problem)
 
     # --- evaluation, summary -----------------------------------------------------------------------------------
@@ -193,8 +172,17 @@ class StepLog:
         self.evaluated_step = step
         with self.writing():
             if self.output:
-                self.output.evaluation(step, numbers, self.clock)
+                self.output.metrics.write("eval", step, training_seconds=round(self.clock.seconds, 3), **numbers)
         self.line(f"step {step}: {wording.measures(numbers)}")
+
+    def has_reached(self, measure: str, target: float) -> bool:
+        """Whether the last evaluation's `measure` is at least `target`; rank 0 says so once."""
+        if self.last_eval.get(measure, -float("inf")) < target:
+            return False
+        if not self.has_said_reached:
+            self.has_said_reached = True
+            self.line(f"reached {target:.2%} after {self.clock.seconds:.1f} s of training")
+        return True
 
     def line(self, text: str) -> None:
         """One line from rank 0."""

@@ -1,21 +1,7 @@
 """A training run as its trainer sees it: batches, model, step, what is due, files. mnist_ddp/train.py shows all of it.
 
-    with Run(worker, args, name="mnist") as run:
-        batches = run.global_batches(train_set)
-        run.resume(net, optimizer=optimizer, scheduler=scheduler)
-        model = run.wrap(net, compute_loss)
-        while True:
-            if run.evaluation_is_due:
-                run.log_evaluation(**evaluate(net, run))
-            if run.checkpoint_is_due:
-                run.save()
-            if run.is_done:
-                break
-            ...  # the step: next(batches), no_sync, backward, optimizer_step
-            run.end_step()
-
-The loop belongs to the trainer; a Run never calls it. What a flag asks for (shares by speed, nodes that train by
-themselves, the largest micro-batch, a trace, members that come and go) happens in here, without a line in the trainer.
+The loop belongs to the trainer; a Run never calls it. What only a flag asks for is in objects that a Run asks: members
+that come and go, nodes that train by themselves, shares by speed, the largest micro-batch, and the trace of the log.
 """
 
 import contextlib
@@ -23,8 +9,6 @@ import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,23 +20,23 @@ from common.join.members import Members
 from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
-from common.launch.options import RunOptions
+from common.record.checkpoint import WriteExtra
 from common.record.folder import open_folder
-from common.record.resume import require_all_schedulers, require_average, resume
+from common.record.resume import resume
 from common.record.trackers import Tracker
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending
 from common.run.evaluation import EvaluationLoader
 from common.run.log import StepLog
+from common.run.micro_batches import largest_micro_batches
 from common.run.precision import Precision
+from common.run.schedule import find_due, wants_evaluation
 from common.state import Stateful
 from common.uneven import ddp
-from common.uneven.evaluation import EvaluationSampler
-from common.uneven.global_batches import GlobalBatchLoader, StepBatch
+from common.uneven.global_batches import GlobalBatchLoader
 from common.uneven.guards.same import require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
-from common.uneven.options.memory import fitting_micro_batches
 from common.uneven.seeding import derive_seed
 
 NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_momentum": 0.0}  # of cli.add_link_flags
@@ -61,30 +45,15 @@ NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_
 class Run:
     """One run on this rank. Every rank makes one, and calls the same methods in the same order."""
 
-    group: Group
-    members: Members
-    device: torch.device
-    precision: Precision
-    options: RunOptions
-    batches: GlobalBatchLoader
-    log: StepLog
-    checkpointer: Checkpointer
-    ending: Ending
-    nodes: LocalSGD
-    folder: Path
-    model: ddp.UnevenDistributedDataParallel
-
     def __init__(self, worker: Worker, args: Namespace, name: str, trackers: Iterable[Tracker] = ()):
         """`name` is that of the folder below runs/; `trackers` get every row of metrics.jsonl, on rank 0 only."""
         self.worker, self.name, self.trackers = worker, name, trackers
         self.args = Namespace(**NO_LINK_FLAGS | vars(args))
-        self.step = 0  # optimizer steps done
-        self.total_steps = 0  # after which the run is done
+        self.step = self.total_steps = 0  # optimizer steps done, and after which the run is done
         self.data_fingerprint: dict[str, Any] = {}  # what a checkpoint to resume from must have too
         self.facts: dict[str, object] = {}  # further lines of the header
         self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
-        self.has_said_reached, self.is_first_exchange = False, True
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
         self._summary: dict[str, object] = {}
         self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
@@ -93,23 +62,22 @@ class Run:
         self._entered = self._enter()
         return self._entered.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> Any:
-        return self._entered.__exit__(kind, error, at)
+    def __exit__(self, *raised: Any) -> Any:
+        return self._entered.__exit__(*raised)
 
     @contextlib.contextmanager
     def _enter(self) -> Iterator["Run"]:
         options = cli.join_options(self.args)
-        with contextlib.ExitStack() as stack:
-            if options.elastic:
-                self.group, self.members = stack.enter_context(elastic_group(self.worker, options))
-            else:
-                self.group, self.members = stack.enter_context(process_group(self.worker, options)), Members()
+        joining: Any = elastic_group if options.elastic else process_group
+        with joining(self.worker, options) as joined:
+            found: tuple[Group, Members] = joined if options.elastic else (joined, Members())
+            self.group, self.members = found
             self.device = self.group.device
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
             yield self
             if hasattr(self, "ending"):  # training has begun
-                self.checkpointer.finish()
+                self.finish_saving()
                 self.ending.interrupts.close()
                 self.log.summary(self.step, **self._summary)
 
@@ -131,26 +99,16 @@ class Run:
 
     def global_batches(self, dataset: Dataset, **options: Any) -> GlobalBatchLoader:
         """The loader of the training set, see GlobalBatchLoader for `options`. Call it once."""
-        self.batches = GlobalBatchLoader(
-            dataset,
-            cli.global_batch(self.args, self.worker.world_size),
-            seed=self.args.seed,
-            epochs=self.args.epochs,
-            shares=self.args.shares,
-            device=self.device,
-            dtype=self.precision.dtype,
-            **options,
-        )
-        total = self.batches.total_steps
-        self.total_steps = min(total, self.args.max_steps or total)
+        args, size = self.args, cli.global_batch(self.args, self.worker.world_size)
+        place = {"shares": args.shares, "device": self.device, "dtype": self.precision.dtype}
+        self.batches = GlobalBatchLoader(dataset, size, seed=args.seed, epochs=args.epochs, **place, **options)
+        self.total_steps = min(self.batches.total_steps, args.max_steps or self.batches.total_steps)
         return self.batches
 
     def evaluation_loader(self, dataset: Dataset, **options: Any) -> EvaluationLoader:
         """Batches of a held-out set, on the device, each sample on exactly one rank. Ranks may get different numbers of
         batches, so a loop over it must contain no collective. `options` are further ones of DataLoader."""
-        place = self.worker.rank, self.worker.world_size
-        sampler = EvaluationSampler(len(dataset), *place, 1, self.dynamic_batches)  # type: ignore[arg-type]
-        return EvaluationLoader(dataset, sampler, lambda: self.eval_batch, self.device, self.precision.dtype, **options)
+        return EvaluationLoader(self, dataset, **options)
 
     @functools.cached_property
     def dynamic_batches(self) -> Callable[[], Iterator[int]] | None:
@@ -177,16 +135,14 @@ class Run:
                 "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a "
                 "DataLoader of one's own cannot take its place"
             )
-        args, timer, sampler = self.args, self.batches.timer, self.batches.sampler
+        args, batches, self.net = self.args, self.batches, net
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
-        self.net = net
-        self.nodes = LocalSGD(net, sampler, timer, self.group.ranks_of_nodes, *outer)
+        self.nodes = LocalSGD(net, batches.sampler, batches.timer, self.group.ranks_of_nodes, *outer)
         self.states = {**states, "scaler": self.precision.scaler, **self.nodes.states}
-        self.config = cli.config(args) | {"global_batch": self.batches.plan.global_batch} | (settings or {})
+        self.config = cli.config(args) | {"global_batch": batches.plan.global_batch} | (settings or {})
         self.folder = open_folder(self.group, self.members, self.options)
         where = self.group, self.members, self.options, self.folder
-        self.step = resume(*where, net, self.states, self.data_fingerprint, self.config)
-        self.batches.step = self.step
+        self.step = batches.step = resume(*where, net, self.states, self.data_fingerprint, self.config)
 
     def wrap(
         self,
@@ -206,47 +162,26 @@ class Run:
             raise UserError(
                 "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
             )
-        args, plan = self.args, self.batches.plan
-        self.micro_batches = cli.micro_batches(args, self.worker.world_size) or self._fitting(net, compute_loss)
-        self.batches.micro_batch = self.micro_batches[self.worker.rank]
-        self.model = model = ddp.wrap(
-            net,
-            self.batches,
-            compute_loss,
-            compiled="dynamic" if args.compile and dynamic else args.compile,
-            compress=args.compress,
-            nodes=self.nodes,
-            **options,
-        )
-        timer = self.batches.timer
-        self.balancer = Balancer(plan, self.batches.sampler, timer, model, on=args.balance == "auto")
-        facts = {"micro_batches": self.micro_batches, **self.facts}
-        given = plan, timer, self.options, self.precision, untrained_loss, self.trackers
-        self.log = StepLog(self.group, self.members, *given)
+        args, batches, given = self.args, self.batches, cli.micro_batches(self.args, self.worker.world_size)
+        self.micro_batches = given or largest_micro_batches(self, net, compute_loss)
+        batches.micro_batch = self.micro_batches[self.worker.rank]
+        compiled = "dynamic" if args.compile and dynamic else args.compile
+        links = {"compress": args.compress, "nodes": self.nodes}
+        self.model = ddp.wrap(net, batches, compute_loss, compiled=compiled, **links, **options)
+        cut = batches.plan, batches.sampler, batches.timer
+        self.balancer = Balancer(*cut, self.model, on=args.balance == "auto")
+        self.log = StepLog(self, untrained_loss)
         if args.eval_only:
             self.evaluation_is_due, self.total_steps = True, self.step
-            return model
-        has_checkpoints = self.log.open_together(self.folder, self.step, self.total_steps, **facts)
-        after_member_change = self.step > 0 and self.members.generation > 0
-        lost_all = after_member_change and not has_checkpoints  # the disk that had them is gone
-        self.checkpointer = Checkpointer(self.group, self.members, self.options, self.log, wants_one=lost_all)
+            return self.model
+        facts = {"micro_batches": self.micro_batches, **self.facts}
+        has_checkpoints = self.log.open_together(self.folder, self.step, self.total_steps, facts)
+        goes_on = self.step > 0 and self.members.generation > 0
+        self.checkpointer = Checkpointer(self, wants_one=goes_on and not has_checkpoints)
         self.ending = Ending(self.group, self.members)
-        if after_member_change:  # what was due after the last step may not have been done
-            self._note_due(self._epoch_ends_or_eval_every, self._wants_checkpoint and self.nodes.is_synchronized)
-        return model
-
-    def _fitting(self, net: torch.nn.Module, compute_loss: Callable[[torch.nn.Module, Any], Any]) -> list[int]:
-        """The largest micro-batch of each rank, for --micro-batch auto."""
-
-        def trial(rows: int) -> None:
-            with self.autocast():
-                loss = ddp.loss_of(compute_loss(net, self.batches.sample_batch(rows)))
-            loss.backward()
-
-        plan = self.batches.plan
-        most = plan.global_batch if self.args.balance == "auto" else plan.shares[self.worker.rank]
-        pace = self.group.run_independently("the largest micro-batch of each rank")
-        return fitting_micro_batches(net, trial, most, pace)
+        if goes_on:  # what was due after the last step may not have been done
+            self._find_due(wants_evaluation(self))
+        return self.model
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -261,10 +196,7 @@ class Run:
         self.precision.backward(loss)
 
     def optimizer_step(
-        self,
-        *optimizers: torch.optim.Optimizer,
-        clip_norm: float = float("inf"),
-        model: torch.nn.Module | None = None,
+        self, *optimizers: torch.optim.Optimizer, clip_norm: float = float("inf"), model: torch.nn.Module | None = None
     ) -> None:
         """Clip the gradients of the wrapped model, or of `model`, by their common norm, and take a step of each
         optimizer. Together these must train all of its parameters, and no others.
@@ -287,50 +219,18 @@ class Run:
                 "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
                 "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
             )
-        batch: StepBatch = self.batches.last
-        self.step = batch.step + 1
-        ends = self.step == self.total_steps or self.ending.is_interrupted
-        evaluates = self.nodes.end_step(self._epoch_ends_or_eval_every, now=ends)
+        batch, self.step = self.batches.last, self.batches.last.step + 1
+        ends = self.step == self.total_steps or bool(self.ending.interrupted_by)
+        evaluates = self.nodes.end_step(wants_evaluation(self), now=ends)
         self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.lr = None
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
-        self._note_due(evaluates, self._wants_checkpoint and self.nodes.is_synchronized)
+        self._find_due(evaluates)
 
-    def _note_due(self, evaluates: bool, saves: bool) -> None:
-        if (saves or evaluates or self.log.is_due) and (steps := self.log.exchange(self.ending.interrupts.received)):
-            self.checkpointer.unsaved_seconds = steps.unsaved_seconds
-            self.ending.agree(steps)
-            if self.is_first_exchange:
-                self.is_first_exchange = False
-                self._look_once()
-            for done in steps.done:
-                self.precision.require_finite(done.step, done.loss, done.grad_norm)
-        self.evaluation_is_due = evaluates and self.log.evaluated_step != self.step
-        self.checkpoint_is_due = saves
+    def _find_due(self, evaluates: bool) -> None:
+        self.evaluation_is_due, self.checkpoint_is_due = find_due(self, evaluates)
         if self.evaluation_is_due:
             self._stopped_clock.enter_context(self.log.pause())  # its time does not count as training
-
-    def _look_once(self) -> None:
-        """What is made only once has been made by the end of the first step, and what one rank alone does has been
-        done. Later, each checkpoint compares the ranks. Every rank must call this."""
-        if not self.members.generation:
-            require_all_schedulers(self.states)
-            require_average(self.states, self.net)
-        if self.nodes.is_synchronized:
-            self.checkpointer.compare(self.step, self.net, self.states)
-
-    @property
-    def _epoch_ends(self) -> bool:
-        return self.step == self.total_steps or self.step % self.batches.steps_per_epoch == 0
-
-    @property
-    def _epoch_ends_or_eval_every(self) -> bool:
-        every = getattr(self.args, "eval_every", None)
-        return self._epoch_ends or bool(every and self.step % every == 0)
-
-    @property
-    def _wants_checkpoint(self) -> bool:
-        return self.checkpointer.is_due(self.step, now=self._epoch_ends or self.ending.is_due)
 
     # --- what is due ---------------------------------------------------------------------------------------------
 
@@ -341,12 +241,7 @@ class Run:
 
     def has_reached(self, measure: str, target: float | None) -> bool:
         """Whether the last evaluation's `measure` is at least `target`, which the log then says. Never for None."""
-        if target is None or self.log.last_eval.get(measure, -float("inf")) < target:
-            return False
-        if not self.has_said_reached:
-            self.has_said_reached = True
-            self.line(f"reached {target:.2%} after {self.log.clock.seconds:.1f} s of training")
-        return True
+        return target is not None and self.log.has_reached(measure, target)
 
     def log_evaluation(self, **numbers: float) -> None:
         """Write what an evaluation after this step has found, such as loss=, accuracy= and count=. Every rank must call
@@ -356,12 +251,7 @@ class Run:
         self.evaluation_is_due = False
         self.log.evaluation(self.step, **numbers)
 
-    def save(
-        self,
-        into: str = "checkpoints",
-        write_extra: Callable[[Path], None] | None = None,
-        **numbers: float,
-    ) -> None:
+    def save(self, into: str = "checkpoints", write_extra: WriteExtra | None = None, **numbers: float) -> None:
         """Write a checkpoint. `write_extra(folder)` adds files to it. Every rank must call this.
 
         Into another folder than "checkpoints" go the weights alone, of one step only, with `numbers` in its state.json.
@@ -371,11 +261,9 @@ class Run:
             raise UserError(
                 "--eval-only writes no checkpoint: call run.save() after a step, or where run.checkpoint_is_due"
             )
-        is_main = into == "checkpoints"
-        states, keep = (self.states, self.args.keep) if is_main else ({}, 1)
         fields = self.data_fingerprint | self.config | {"precision": self.precision.name} | numbers
-        self.checkpointer.save(self.step, self.net, fields, states, keep, write_extra, into)
-        if is_main:
+        self.checkpointer.save(self.step, fields, into, write_extra)
+        if into == "checkpoints":
             self.checkpoint_is_due = False
             self.ending.stop(self.step, self.checkpointer.finish)
 
