@@ -68,7 +68,7 @@ def does(moment: str, when: str, what: str) -> dict[str, str]:
     """The change with which a rank does something at a moment."""
     place = MOMENTS[moment]
     if moment == "exchange":
-        what = f"run.log.exchange = lambda: {what}"
+        what = f"run.log.exchange = lambda *_: {what}"
     indent = place[: -len(place.lstrip())]
     return {place: f"{indent}if {when}:\n{indent}    {what}\n{place}"}
 
