@@ -120,9 +120,9 @@ def exact(outputs):
 
 @pytest.fixture
 def refused(outputs):
-    """`refused(message, name=code, ...)`: the user's mistake ends the run on 2+1, with a message and no traceback."""
+    """`refused(message, name=code, ...)`: the user's mistake ends the run on 1+1, with a message and no traceback."""
 
-    def check(*messages, gpus=(2, 1), **changed):
+    def check(*messages, gpus=(1, 1), **changed):
         results, _ = outputs(gpus, **changed)
         text = "\n".join(result.output for result in results)
         assert all(result.code != 0 for result in results), text
@@ -462,6 +462,7 @@ def test_a_collate_function_that_loses_samples_is_refused(refused):
     refused(
         "the loader gave 1 rows, but this rank's part of the global batch has 14",
         "a row for each sample",
+        gpus=(2, 1),
         loader="collate=lambda samples: torch.utils.data.default_collate(samples[:1])",
     )
 
@@ -550,7 +551,9 @@ def test_parameters_that_no_backward_reaches_are_refused_by_name(refused, gpus):
 
 def test_parameters_that_one_ranks_backward_does_not_reach_are_refused_by_name(refused):
     condition = "dist.get_rank() != 2 or len(points) == 0"
-    refused("[2", "did not reach never.weight", more=UNUSED.replace("CONDITION", condition), net="Branches()")
+    refused(
+        "[2", "did not reach never.weight", gpus=(2, 1), more=UNUSED.replace("CONDITION", condition), net="Branches()"
+    )
 
 
 def test_parameters_that_only_an_earlier_micro_batch_reaches_are_refused(refused):
@@ -567,12 +570,15 @@ def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(refused):
 
 
 def test_data_of_another_length_on_one_rank_are_refused(refused):
-    refused("the plan is BatchPlan(samples=89", "on rank 2", data="Samples(89 if worker.rank == 2 else 90)")
+    refused(
+        "the plan is BatchPlan(samples=89", "on rank 2", gpus=(2, 1), data="Samples(89 if worker.rank == 2 else 90)"
+    )
 
 
 def test_a_model_built_differently_on_one_rank_is_refused_by_name(refused):
     refused(
         "module 1 is GELU(approximate='none') on rank 2, but ReLU() on rank 0",
+        gpus=(2, 1),
         net="nn.Sequential(nn.Linear(6, 16), nn.GELU() if worker.rank == 2 else nn.ReLU(), nn.Linear(16, 10))",
     )
 
@@ -641,6 +647,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_a_part_of_a_loss_over_the_global_batch_is_refused(refused):
     refused(
         "needs all 13 rows of this rank in one forward",
+        gpus=(2, 1),
         wrapped_loss="lambda model, micro: model(micro[0]).sum()",
         loss="gather_rows(model(micro[0]), batches.plan, batch.step).sum()",
     )
@@ -702,6 +709,7 @@ def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_
     refused(
         "has waited for other ranks in a micro-batch, of which ranks have different numbers",
         "batch.sum_over_ranks",
+        gpus=(2, 1),
         loader="shares=[2, 1, 1],",
         micro_batch="10",
         loss=waits,
