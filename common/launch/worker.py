@@ -25,7 +25,7 @@ from common.launch.layout import Worker
 from common.launch.replacing import ENDED, FAILED, FINISHES, WAITS
 from common.launch.title import name_worker
 
-LEAVE_SECONDS = 10.0  # that a failed rank stays at most, until the other ranks know of the failure
+LEAVE_SECONDS = 8.0  # a failed rank stays at most, until the others know; its supervisor waits for longer
 PARENT_POLL_SECONDS = 1.0
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 

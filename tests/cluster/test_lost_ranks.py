@@ -25,8 +25,9 @@ def trained_until_killed(hosts, folder, wanted: str):
     titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in hosts.processes()}
     victims = [pid for pid, title in titles.items() if wanted in title and "node 1" in title]
     assert victims, titles
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none can say what has happened to another one
+        for pid in victims:
+            os.kill(pid, number)
     return hosts.together(*nodes)
 
 
