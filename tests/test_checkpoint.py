@@ -137,7 +137,7 @@ def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_p
     trainer = altered(tmp_path / "half_ddp", {", scheduler=scheduler": ""})
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
-        assert "a OneCycleLR changes from step to step, but run.resume() was not given it" in node.output
+        assert "OneCycleLR changes from step to step, but run.resume() was not given it" in node.output
 
 
 LATE = {  # made after resume(), and used after each step
@@ -164,7 +164,7 @@ def test_what_else_changes_from_step_to_step_and_is_not_among_the_states_is_name
     trainer = altered(tmp_path / "more_ddp", changes)
     for node in playing(trainer, nodes_of((1,), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
-        assert f"a {name} changes from step to step, but run.resume() was not given it" in node.output
+        assert f"{name} changes from step to step, but run.resume() was not given it" in node.output
 
 
 def test_resume_says_that_there_is_nothing_to_resume_from(tmp_path):

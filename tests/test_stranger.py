@@ -493,6 +493,29 @@ def test_gradients_that_are_clipped_between_micro_batches_are_refused(outputs, m
     assert "a gradient has changed between two micro-batches of a step" in results[0].output
 
 
+def test_a_model_that_is_in_ddp_already_is_refused(refused):
+    refused(
+        "the outermost module is a DistributedDataParallel",
+        "give wrap() the module inside",
+        net=f"nn.parallel.DistributedDataParallel({NORMAL.replace('nn.BatchNorm1d(16), ', '')}.double())",
+    )
+
+
+NOISY = """
+class Noisy(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 10)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, points):
+        return super().forward(points + torch.rand(points.shape, generator=self.noise))
+"""
+
+
+def test_a_generator_that_the_model_keeps_is_refused_by_name(refused):
+    refused("the model keeps a generator, noise", "draw from torch's default generator", more=NOISY, net="Noisy()")
+
+
 @pytest.mark.parametrize("layer", ["nn.BatchNorm1d(16)", "nn.SyncBatchNorm(16)"])
 def test_batch_norm_is_refused_by_name(refused, layer):
     refused(

@@ -121,7 +121,7 @@ def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
 def _require_given(found: object, states: dict[str, Stateful]) -> None:
     if not any(_reaches(one, found) for one in states.values()):
         raise UserError(
-            f"a {type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
+            f"{type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
             "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)"
         )
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.errors import UserError
 from common.uneven.global_batches import GlobalBatchLoader, require_global_batches
 from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
-from common.uneven.guards.layers import refuse_batch_norm, say_noise
+from common.uneven.guards.layers import refuse_batch_norm, refuse_strangers, say_noise
 from common.uneven.guards.same import description, require_same
 from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_number
 from common.uneven.options.empty_batches import EmptyPartsApart
@@ -132,8 +132,8 @@ def wrap(
     (local_sgd.py).
 
     Raises UserError, by name, for what would make the result depend on the layout: a model or a plan that is not the
-    same on every rank, BatchNorm, parameters that backward does not reach. `layout_dependent` names layers and
-    buffers that may.
+    same on every rank, a model in DDP already, BatchNorm, a generator of the model's own, parameters that backward
+    does not reach. `layout_dependent` names layers, buffers and generators that may.
     """
     require_global_batches(batches)
     timer = batches.timer
@@ -144,6 +144,7 @@ def wrap(
         )
         fix += "it in wrap(..., layout_dependent=['the data'])"
         require_same({"the data": batches.data_fingerprint()}, fix)
+    refuse_strangers(net, layout_dependent)
     refuse_batch_norm(net, layout_dependent)
     if pad_empty_batch and needs_whole_parts(net):
         raise UserError(

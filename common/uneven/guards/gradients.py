@@ -106,9 +106,11 @@ class Guard:
         missing = [name for name, one in self.parameters if one.requires_grad and one.grad is None]
         if missing or not all_reduced:
             where = "; so must the function that wrap() was given" if same_on_every_rank else ""
+            names = shown(missing) or "some parameters in the last micro-batch"
+            names += " with an empty batch" if same_on_every_rank else ""  # that `wrap` tries
             raise UserError(
-                f"backward did not reach {shown(missing) or 'some parameters in the last micro-batch'}, and the other "
-                "ranks would wait for the gradients: let every forward use all parameters on every rank, add "
+                f"backward did not reach {names}, and the other ranks would wait for the gradients: let every forward "
+                "use all parameters on every rank, add "
                 "`0.0 * parameter.sum()` to the loss where one is not used, or freeze it with requires_grad_(False); "
                 f"networks that have losses of their own each need a wrap(){where}",
                 same_on_every_rank=same_on_every_rank,

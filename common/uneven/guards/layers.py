@@ -7,10 +7,30 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.errors import UserError
 from common.uneven.guards.words import is_named, shown
 from common.uneven.options.global_batch import GlobalBatchNorm
+
+
+def refuse_strangers(net: torch.nn.Module, layout_dependent: Collection[str] = ()) -> None:
+    """Raise UserError for a model that torch has wrapped already, and for generators of its own, except those named."""
+    for name, layer in net.named_modules():
+        if isinstance(layer, DataParallel | DistributedDataParallel):
+            raise UserError(
+                f"wrap() got a model in which {name or 'the outermost module'} is a {type(layer).__name__}, which "
+                "divides or averages in its own way: give wrap() the module inside, and leave that out",
+                same_on_every_rank=True,
+            )
+        own = [f"{name}.{one}".lstrip(".") for one, value in vars(layer).items() if isinstance(value, torch.Generator)]
+        if found := [one for one in own if not is_named(one, layout_dependent)]:
+            raise UserError(
+                f"the model keeps a generator, {shown(found)}: no checkpoint has its state, and with the same seed on "
+                "each rank all draw the same: draw from torch's default generator, which is seeded for each step and "
+                "rank, or name it in wrap(..., layout_dependent=[...]) if that does not matter",
+                same_on_every_rank=True,
+            )
 
 
 def refuse_batch_norm(net: torch.nn.Module, layout_dependent: Collection[str] = ()) -> None:
