@@ -36,10 +36,10 @@ def _loaded_sources() -> dict[str, Path]:
     is_in_environment = LIBRARY in f"{ROOT}{script_folder}"
     libraries = [os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "scripts")]
     real_folder = functools.cache(os.path.realpath)
-    # Thousands of modules are loaded, most of them of libraries, whose names say so: where this process was forked, a
-    # look at a module costs a page of memory.
+    # Thousands of modules are loaded, most of them of a few packages: where this process was forked, a look at a module
+    # costs a page of memory. Python's own are looked at, because a file of the user's may stand in for one.
     names = list(sys.modules)
-    outermost = {name.partition(".")[0] for name in names} - sys.stdlib_module_names | {"__main__"}
+    outermost = {name.partition(".")[0] for name in names}
     others = {name for name in outermost if is_in_environment or not _is_library(sys.modules.get(name))}
     for module in [sys.modules.get(name) for name in names if name.partition(".")[0] in others]:
         where, _, name = (getattr(module, "__file__", None) or "").rpartition(os.sep)

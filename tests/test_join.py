@@ -5,12 +5,15 @@ import shlex
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
 
+from common import version
 from common.elastic.standby import reach, reach_unless_dead
 from common.join.store import connect
 from common.launch.addresses import free_port
@@ -83,6 +86,15 @@ def test_another_flag_on_one_node_is_named_on_both(tmp_path):
     for result in results:
         assert "has --global-batch 128, but node 0" in errors([result])[0]
         assert "has 256: make them the same" in errors([result])[0]
+
+
+def test_a_file_beside_the_script_counts_though_it_has_the_name_of_a_module_of_pythons(tmp_path, monkeypatch):
+    module = types.ModuleType("calendar")
+    module.__file__ = str(tmp_path / "calendar.py")
+    (tmp_path / "calendar.py").write_text("")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "trainer.py")])
+    monkeypatch.setitem(sys.modules, "calendar", module)
+    assert version._loaded_sources()["calendar.py"] == tmp_path / "calendar.py"
 
 
 @pytest.mark.parametrize(

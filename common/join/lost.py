@@ -33,7 +33,7 @@ CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted witho
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
 SEARCH_LATE_SECONDS = 1.0  # the same, where a rank has waited for --timeout already
 ANSWER_SECONDS = 1.0  # for the store, after that
-LINGER_SECONDS = 20.0  # rank 0, whose process may serve the store, stays at most this long for the others
+LINGER_SECONDS = 8.0  # rank 0, whose process may serve the store, stays for the others: as long as worker.py lets it
 
 # parts of the errors that gloo, NCCL and the store raise on the surviving ranks
 TIMEOUTS = (

@@ -24,7 +24,7 @@ from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
 
 HEARTBEAT_SECONDS = 1.0
-LINGER_SECONDS = 20.0  # rank 0, whose process may hold the store, stays at most this long after a failure
+LINGER_SECONDS = 20.0  # more than rank 0, whose process may hold the store, stays after a failure (launch/worker.py)
 SAY_EVERY_SECONDS = 40.0
 
 
