@@ -11,6 +11,7 @@ what hangs. What a test has started ends with it, and with pytest, whatever happ
 import contextlib
 import ctypes
 import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -70,7 +71,8 @@ def wait_until(
                 return value
             raise AssertionError(f"the run has ended without what the test waits for:\n{run.said()}")
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s{':' if run else ''}\n{run.said() if run else ''}")
+            waited_for = inspect.getsource(condition).strip() if inspect.isfunction(condition) else condition
+            raise AssertionError(f"not within {seconds} s: {waited_for}\n{run.said() if run else ''}")
         time.sleep(0.02)
     return value
 
