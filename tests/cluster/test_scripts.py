@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -196,7 +195,9 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, sl
     wait_until(lambda: "interrupted: SIGUSR1 on rank" in log.read_text())
     wait_until(lambda: state() == "PENDING")
     update("TimeLimit=10")
-    wait_until(lambda: "resuming from" in log.read_text())  # Slurm starts it again once `cred_expire` of slurm.sh is over
+    wait_until(
+        lambda: "resuming from" in log.read_text()
+    )  # Slurm starts it again once `cred_expire` of slurm.sh is over
     last = trainer.end(tmp_path / "run")
     wait_until(lambda: f"done     {last} steps" in log.read_text())
     wait_until(lambda: state() == "")  # it draws its curves after the last line
