@@ -19,9 +19,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.launch import values
-from common.launch.layout import Layout
+from common.launch.combinations import check_training as check_training  # trainers hand it to start.main
 from common.launch.options import JoinOptions, LayoutFlags, RunOptions
-from common.launch.reading import count
 
 JOIN_TIMEOUT_SECONDS = 300.0
 # may differ between the nodes of one job
@@ -37,20 +36,8 @@ MAY_CHANGE = {
     *("interface", "join_timeout", "timeout", "work_timeout", "backend", "secret_file", "elastic"),
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
-    *(
-        "out_dir",
-        "resume",
-        "save_every",
-        "async_save",
-        "keep",
-        "eval_only",
-        "log_every",
-        "no_plot",
-        "tensorboard",
-        "trace",
-        "unit",
-        "on_nan",
-    ),
+    *("out_dir", "resume", "save_every", "async_save", "keep", "eval_only", "log_every"),
+    *("no_plot", "tensorboard", "trace", "unit", "on_nan"),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
@@ -86,65 +73,57 @@ def may_change(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layout: which processes, where (leave out under torchrun)")
-    group.add_argument("-n", "--nodes", type=values.positive_int, metavar="N", help="number of nodes")
-    group.add_argument(
-        "-g", "--gpus", type=values.gpus_per_node, metavar="A,B,...", help="GPUs of each node, such as 8,2"
-    )
-    group.add_argument(
-        "-i", "--node-rank", type=values.natural_int, metavar="K", help="this node's number; 0 is the master"
-    )
-    group.add_argument("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
-    group.add_argument("--master-port", type=values.port, metavar="PORT", help="port of node 0 (29500)")
-    group.add_argument("--interface", metavar="NAME", help="network interface, for gloo and NCCL; found automatically")
-    group.add_argument(
+    add = parser.add_argument_group("layout: which processes, where (leave out under torchrun)").add_argument
+    add("-n", "--nodes", type=values.positive_int, metavar="N", help="number of nodes")
+    add("-g", "--gpus", type=values.gpus_per_node, metavar="A,B,...", help="GPUs of each node, such as 8,2")
+    add("-i", "--node-rank", type=values.natural_int, metavar="K", help="this node's number; 0 is the master")
+    add("--master-addr", metavar="HOST", help="where node 0 is; node 0 finds its own address")
+    add("--master-port", type=values.port, metavar="PORT", help="port of node 0 (29500)")
+    add("--interface", metavar="NAME", help="network interface, for gloo and NCCL; found automatically")
+    add(
         "--join-timeout",
         type=values.positive_float,
         default=JOIN_TIMEOUT_SECONDS,
         metavar="S",
         help="wait for missing nodes",
     )
-    group.add_argument(
+    add(
         "--timeout",
         type=values.positive_float,
         default=600.0,
         metavar="S",
         help="limit of a collective, and of a rank that is stopped or has no heartbeat",
     )
-    group.add_argument(
+    add(
         "--work-timeout",
         type=values.positive_float,
         default=7200.0,
         metavar="S",
         help="limit of one rank's own work, such as a download, that the others wait for",
     )
-    group.add_argument(
+    add(
         "--secret-file", type=Path, metavar="FILE", help="let in no process without this secret, the same on every node"
     )
-    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
-    group.add_argument(
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: GPUs if there are any")
+    add(
         "--backend",
         "--distributed-backend",
         choices=("auto", "nccl", "gloo", "mpi", "ucc"),
         default="auto",
         help="collectives",
     )
-    group.add_argument("--oversubscribe", action="store_true", help="let ranks share GPUs over gloo, for study")
+    add("--oversubscribe", action="store_true", help="let ranks share GPUs over gloo, for study")
     _add_hetseq_flags(parser)
 
 
 def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("layout, with HetSeq's and fairseq's flags (instead of -n, -g and -i)")
-    group.add_argument(
-        "--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://"
-    )
-    group.add_argument("--distributed-world-size", type=values.positive_int, metavar="W", help="processes of all nodes")
-    group.add_argument("--distributed-gpus", type=values.positive_int, metavar="G", help="processes to start here")
-    group.add_argument(
-        "--distributed-rank", type=values.natural_int, metavar="R", help="rank of the first process here"
-    )
-    group.add_argument("--distributed-no-spawn", action="store_true", help="this process is the one of that rank")
-    group.add_argument(
+    add = parser.add_argument_group("layout, with HetSeq's and fairseq's flags (instead of -n, -g and -i)").add_argument
+    add("--distributed-init-method", metavar="URL", help="where all meet: tcp://HOST:PORT, file:///PATH or env://")
+    add("--distributed-world-size", type=values.positive_int, metavar="W", help="processes of all nodes")
+    add("--distributed-gpus", type=values.positive_int, metavar="G", help="processes to start here")
+    add("--distributed-rank", type=values.natural_int, metavar="R", help="rank of the first process here")
+    add("--distributed-no-spawn", action="store_true", help="this process is the one of that rank")
+    add(
         *("--device-id", "--local-rank", "--local_rank"),
         type=values.natural_int,
         metavar="D",
@@ -154,53 +133,41 @@ def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     group = parser.add_argument_group("batches (samples per optimizer step; the result does not depend on the layout)")
-    size = group.add_mutually_exclusive_group()
-    size.add_argument(
-        "--global-batch", type=values.positive_int, default=global_batch, metavar="B", help="over all ranks"
-    )
-    size.add_argument(
-        "--batch-per-gpu", type=values.positive_int, metavar="B", help="instead: global batch = B x ranks"
-    )
-    group.add_argument(
+    either, add = group.add_mutually_exclusive_group().add_argument, group.add_argument
+    either("--global-batch", type=values.positive_int, default=global_batch, metavar="B", help="over all ranks")
+    either("--batch-per-gpu", type=values.positive_int, metavar="B", help="instead: global batch = B x ranks")
+    add(
         "--micro-batch",
         type=values.micro_batch,
         metavar="B|A,B,...|auto",
         help="most samples in one forward, on every rank, or on each: 32,32,16 or 8x32,2x16; auto: what fits",
     )
-    group.add_argument(
+    add(
         "--shares",
         type=values.shares,
         metavar="A,B,...",
         help="each rank's weight in the global batch: 4,4,1 or 8x1,2x0.5",
     )
-    group.add_argument(
-        "--balance", choices=("off", "auto"), default="off", help="auto: shares follow the ranks' speeds in training"
-    )
-    group.add_argument(
-        "--eval-batch", type=values.positive_int, default=1000, metavar="B", help="samples a rank evaluates at once"
-    )
+    add("--balance", choices=("off", "auto"), default="off", help="auto: shares follow the ranks' speeds in training")
+    add("--eval-batch", type=values.positive_int, default=1000, metavar="B", help="samples a rank evaluates at once")
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("slow links between the nodes")
-    group.add_argument(
+    add = parser.add_argument_group("slow links between the nodes").add_argument
+    add(
         "--compress",
         choices=("off", "bf16"),
         default="off",
         help="bf16: exchange gradients (with --sync-every, changes of weights) rounded; changes the result a little",
     )
-    group.add_argument(
+    add(
         "--sync-every",
         type=values.positive_int,
         metavar="H",
         help="let each node train by itself, and average the nodes' changes every H steps: another optimisation",
     )
-    group.add_argument(
-        "--outer-lr", type=values.positive_float, default=1.0, metavar="X", help="of --sync-every's outer step"
-    )
-    group.add_argument(
-        "--outer-momentum", type=values.probability, default=0.0, metavar="X", help="Nesterov's, of the outer step"
-    )
+    add("--outer-lr", type=values.positive_float, default=1.0, metavar="X", help="of --sync-every's outer step")
+    add("--outer-momentum", type=values.probability, default=0.0, metavar="X", help="Nesterov's, of the outer step")
 
 
 def add_training_flags(
@@ -208,20 +175,17 @@ def add_training_flags(
 ) -> argparse._ArgumentGroup:
     """`decayed` says which weights the trainer's optimizer decays."""
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=values.positive_int, default=epochs, help="passes over the training data")
-    group.add_argument("--max-steps", type=values.positive_int, metavar="S", help="stop after so many optimizer steps")
-    group.add_argument("--lr", type=values.positive_float, default=lr, help="peak learning rate")
-    group.add_argument("--weight-decay", type=values.non_negative_float, default=0.01, help=f"AdamW's, on {decayed}")
-    group.add_argument(
-        "--clip-norm", type=values.positive_float, default=math.inf, metavar="X", help="clip the gradient's norm"
-    )
-    group.add_argument("--seed", type=values.natural_int, default=0, help="of weights, order, masks and dropout")
-    group.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs"
-    )
+    add = group.add_argument
+    add("--epochs", type=values.positive_int, default=epochs, help="passes over the training data")
+    add("--max-steps", type=values.positive_int, metavar="S", help="stop after so many optimizer steps")
+    add("--lr", type=values.positive_float, default=lr, help="peak learning rate")
+    add("--weight-decay", type=values.non_negative_float, default=0.01, help=f"AdamW's, on {decayed}")
+    add("--clip-norm", type=values.positive_float, default=math.inf, metavar="X", help="clip the gradient's norm")
+    add("--seed", type=values.natural_int, default=0, help="of weights, order, masks and dropout")
+    add("--precision", choices=("fp32", "bf16", "fp16", "fp64"), default="fp32", help="fp64 is for proofs")
     on_nan = "end at a gradient that is not finite, or leave its step out"
-    group.add_argument("--on-nan", choices=("stop", "skip"), default="stop", help=on_nan)
-    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    add("--on-nan", choices=("stop", "skip"), default="stop", help=on_nan)
+    add("--compile", action="store_true", help="torch.compile the model")
     members = parser.add_argument_group("members that come and go")
     members.add_argument(
         "--elastic",
@@ -239,33 +203,27 @@ def add_warmup_flag(group: argparse._ArgumentGroup, default: str) -> None:
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("files")
-    group.add_argument(
-        "--out-dir", type=Path, metavar="DIR", help="runs/NAME-0001, the next free number, when left out"
-    )
-    group.add_argument(
-        "--resume", nargs="?", const="auto", metavar="auto|PATH", help="continue from a checkpoint, on any layout"
-    )
-    group.add_argument(
+    add = parser.add_argument_group("files").add_argument
+    add("--out-dir", type=Path, metavar="DIR", help="runs/NAME-0001, the next free number, when left out")
+    add("--resume", nargs="?", const="auto", metavar="auto|PATH", help="continue from a checkpoint, on any layout")
+    add(
         "--save-every",
         type=values.save_every,
         default="15m",
         metavar="500|10m|1h",
         help="steps, minutes or hours between checkpoints; each epoch's end has one too",
     )
-    group.add_argument(
+    add(
         "--async-save",
         action="store_true",
         help="write checkpoints beside the training; rank 0 needs memory on the CPU for a second copy",
     )
-    group.add_argument("--keep", type=values.positive_int, default=3, metavar="K", help="checkpoints to keep")
-    group.add_argument("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
-    group.add_argument(
-        "--log-every", type=values.positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl"
-    )
-    group.add_argument("--no-plot", action="store_true", help="leave out curves.png, which takes a moment at the end")
-    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files too")
-    group.add_argument(
+    add("--keep", type=values.positive_int, default=3, metavar="K", help="checkpoints to keep")
+    add("--eval-only", action="store_true", help="evaluate the checkpoint of --resume and end")
+    add("--log-every", type=values.positive_int, default=1, metavar="S", help="steps between rows of metrics.jsonl")
+    add("--no-plot", action="store_true", help="leave out curves.png, which takes a moment at the end")
+    add("--tensorboard", action="store_true", help="write TensorBoard files too")
+    add(
         "--trace",
         type=values.positive_int,
         metavar="S",
@@ -274,41 +232,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 # --- values from several flags -----------------------------------------------------------------------------------
-
-
-def check_training(args: argparse.Namespace, layout: Layout) -> None:
-    """Refuse combinations of flags that cannot work, before anything is started. Raises UserError."""
-    if args.eval_only and args.resume is None:
-        raise UserError(
-            "--eval-only has nothing to evaluate: name a checkpoint with --resume PATH, or --resume for the last"
-        )
-    if "compress" in args:
-        _check_links(args)
-    if args.elastic:
-        _check_elastic(args, layout)
-    for flag, numbers in (("--shares", args.shares), ("--micro-batch", args.micro_batch)):
-        if isinstance(numbers, tuple) and len(numbers) != layout.world_size:
-            raise UserError(
-                f"{flag} has {count(len(numbers), 'number')}, but the job has {count(layout.world_size, 'rank')}: "
-                "give each rank one"
-            )
-
-
-def _check_elastic(args: argparse.Namespace, layout: Layout) -> None:
-    """Raises UserError where a loss could not be survived."""
-    if layout.launched:
-        raise UserError(
-            f"--elastic {args.elastic} under {layout.source}, which ends a job that has lost a process: leave it out, "
-            "and let the restarted job go on with --resume; or start with -n, -g and -i"
-        )
-    if not (layout.hosts_store and layout.init_method.startswith("tcp://")):
-        raise UserError(f"--elastic {args.elastic} needs a tcp:// address to meet at, not {layout.init_method}")
-    if args.elastic > layout.world_size:
-        raise UserError(
-            f"--elastic {args.elastic}, but the job has {count(layout.world_size, 'rank')}: give how many must be left"
-        )
-    if getattr(args, "sync_every", None):
-        raise UserError("--elastic with --sync-every: the nodes' own weights would be lost with them: leave one out")
 
 
 def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: int) -> argparse.Namespace:
@@ -321,20 +244,6 @@ def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: 
         if isinstance(numbers := getattr(args, name, None), tuple):
             setattr(changed, name, tuple(numbers[rank] for rank in originals))
     return changed
-
-
-def _check_links(args: argparse.Namespace) -> None:
-    if args.compress != "off" and args.precision == "fp64":
-        raise UserError(
-            f"--compress {args.compress} with --precision fp64: fp64 is for proofs, which are exact: leave one out"
-        )
-    if args.on_nan == "skip" and args.sync_every:
-        raise UserError("--on-nan skip with --sync-every: what it keeps of a step would be spoilt: leave one out")
-    for name, value, default in (("outer-lr", args.outer_lr, 1.0), ("outer-momentum", args.outer_momentum, 0.0)):
-        if value != default and not args.sync_every:
-            raise UserError(f"--{name} {value} without --sync-every, whose outer step it is of: give both")
-    if args.sync_every and args.precision == "fp16":
-        raise UserError("--sync-every with --precision fp16: the nodes' loss scales would differ: use bf16")
 
 
 def global_batch(args: argparse.Namespace, world_size: int) -> int:
