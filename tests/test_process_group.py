@@ -71,6 +71,13 @@ ALONE = """
         dist.barrier()
 """
 
+LEAVES = """
+        dist.barrier()  # all are connected
+        joining.LEAVE_SECONDS = 1.0
+        if worker.rank != {leaver}:
+            {others}
+"""
+
 
 def playing_body(body, folder, gpus=(1, 1, 1)):
     """Nodes, by default three of one rank, with `body` as their training."""
@@ -163,3 +170,19 @@ def test_what_rank_0_alone_finds_wrong_is_said_by_the_others_with_its_exit_code(
     for other in others:
         assert other.code == code, other.output
         assert re.search(r"error: lost rank 0, node 0 \(.*\): failed: rank 0 is at its wits' end; see", other.output)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_leaves_the_loop_alone_is_named_with_the_cause(leaver, tmp_path):
+    results = playing_body(LEAVES.format(leaver=leaver, others="dist.barrier()"), tmp_path).results()
+    for rank, result in enumerate(results):
+        who = "this rank" if rank == leaver else rf"lost rank {leaver}, node {leaver} \(.*\):"
+        assert re.search(rf"error: {who} left the training loop before the others: let the same", result.output)
+        assert result.code == 2
+
+
+def test_a_rank_with_work_of_its_own_after_the_loop_takes_its_time(tmp_path):
+    late = """while not group.store.check(["lost/ended/1"]):
+                time.sleep(0.02)"""
+    for result in playing_body(LEAVES.format(leaver=0, others=late), tmp_path).results():
+        assert result.code == 0 and "error" not in result.output, result.output

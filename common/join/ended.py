@@ -2,7 +2,7 @@
 
 lost/ended      counts the posts
     /ended/N    a rank, the cause and the process, as JSON; of several posts for a rank the first one counts
-    /mistake    there where a rank has ended with a UserError
+    /mistake    there where a rank has ended by a mistake of the user's
 left/RANK       this rank makes no more requests to the store
 """
 
@@ -22,16 +22,17 @@ CONNECT_SECONDS = 1.0
 MOST_CHARACTERS = 300  # of a cause
 
 
-def post(store: dist.Store, rank: int, cause: str, pid: int | None = None) -> None:
-    """Post why `rank` has ended, which was the process `pid`. `store` is that of the run."""
+def post(store: dist.Store, rank: int, cause: str, pid: int | None = None, is_mistake: bool = False) -> None:
+    """Post why `rank` has ended, which was the process `pid`, and whether by the user's mistake. `store` is that of the
+    run."""
+    if is_mistake:
+        store.set("lost/mistake", "")
     store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause, "pid": pid}))
 
 
 def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
     """Post that `rank` ends with this error."""
-    if isinstance(error, UserError):
-        store.set("lost/mistake", "")
-    post(store, rank, cause_of(error))
+    post(store, rank, cause_of(error), is_mistake=isinstance(error, UserError))
 
 
 def posted(store: dist.Store, views: Sequence[dict] = ()) -> dict[int, str]:

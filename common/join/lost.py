@@ -112,6 +112,11 @@ def _let_know(worker: Worker, store: dist.Store, connections: Connections, error
         before_exit(error, linger)
 
 
+def others_have_lost_contact(store: dist.Store) -> bool:
+    """Whether a rank is searching for a lost one, or has."""
+    return store.add("lost/survivor", 0) > 0
+
+
 def is_contact_lost(error: BaseException) -> bool:
     """True for an error that torch raises because another rank, or the store, does not answer."""
     text = str(error)

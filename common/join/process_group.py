@@ -20,9 +20,9 @@ from common.console import say
 from common.errors import UserError
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off
-from common.join.ended import leave
+from common.join.ended import leave, post
 from common.join.handshake import shake_hands
-from common.join.lost import naming_lost_rank, naming_lost_store, store_request
+from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
 from common.join.view import difference, node_of, view_of
@@ -34,6 +34,11 @@ from common.launch.replacing import FINISHES, WORKS
 LEAVE_SECONDS = 10.0
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
 BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
+NOTICE_SECONDS = 2.0  # in which a rank in a collective notices that a connection is closed
+LEFT_EARLY = (
+    "left the training loop before the others: let the same number decide on every rank, such as run.is_done or one "
+    "that is summed over all ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         connect(worker, options, device, backend, joined)
         connections.note()
         yield group
-        disconnect(worker, joined)
+        disconnect(worker, joined, connections=connections)
     remove_meeting_file(worker)
 
 
@@ -314,13 +319,21 @@ def _forget_failed_group() -> None:
     dist.destroy_process_group()
 
 
-def disconnect(worker: Worker, joined: Joined, elastic: bool = False) -> None:
+def disconnect(worker: Worker, joined: Joined, elastic: bool = False, connections: Connections | None = None) -> None:
     """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
     connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
-    follow."""
+    follow.
+
+    A rank that is not done by then has work of its own, or waits in a collective for this rank, which will not come.
+    Its `connections` to this one are closed; where it waited, both raise UserError."""
     instead = (lambda: cut_off(joined.store)) if elastic else None
-    with limit(3 * LEAVE_SECONDS, worker.rank, "leaving the process group", instead=instead):
+    with limit(3 * LEAVE_SECONDS + NOTICE_SECONDS, worker.rank, "leaving the process group", instead=instead):
         joined.store.add("done", 1)
-        poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
+        all_are = poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
+        if connections and not all_are:
+            post(joined.store, worker.rank, LEFT_EARLY, is_mistake=True)
+            connections.close()
+            if poll(lambda: others_have_lost_contact(joined.store), NOTICE_SECONDS):
+                raise UserError(f"this rank {LEFT_EARLY}", same_on_every_rank=True)
         dist.destroy_process_group()
         leave(worker, joined.store, LEAVE_SECONDS)
