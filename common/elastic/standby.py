@@ -108,10 +108,9 @@ def reach(address: str) -> dist.Store | None:
     """The store at this address, or None where nothing answers, or where this is no address."""
     try:
         host, port = split(address)
-        network.source_address(host, port, REACH_SECONDS)
-    except (OSError, ValueError, OverflowError):
+    except ValueError:
         return None
-    return connect(host, port, ANSWER_SECONDS, gives_up=True)
+    return connect(host, port, ANSWER_SECONDS, gives_up=True) if network.listens(host, port, REACH_SECONDS) else None
 
 
 def reach_unless_dead(address: str, until: float) -> dist.Store | None:
@@ -134,10 +133,6 @@ def states(addresses: Sequence[str]) -> list[str]:
 
 def _state(address: str) -> str:
     host, port = split(address)
-    try:
-        network.source_address(host, port, REACH_SECONDS)
-    except ConnectionRefusedError:
+    if (answers := network.listens(host, port, REACH_SECONDS)) is False:
         return DEAD
-    except (OSError, OverflowError):
-        return SILENT
-    return ALIVE if connect(host, port, ANSWER_SECONDS, gives_up=True) is not None else SILENT
+    return ALIVE if answers and connect(host, port, ANSWER_SECONDS, gives_up=True) is not None else SILENT

@@ -67,6 +67,17 @@ def own_address(interface: str | None = None) -> str:
     return "127.0.0.1"
 
 
+def listens(host: str, port: int, timeout_seconds: float) -> bool | None:
+    """Does anything listen at host:port? None where the machine does not answer, or where this is no address."""
+    try:
+        source_address(host, port, timeout_seconds)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, OverflowError):
+        return None
+    return True
+
+
 def source_address(host: str, port: int, timeout_seconds: float) -> tuple[str, str]:
     """Connect to host:port once. Returns (our address, theirs) of that connection. Raises OSError."""
     with socket.create_connection((host, port), timeout=timeout_seconds) as connection:

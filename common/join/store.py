@@ -74,7 +74,7 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
         # The first rank of a node finds out whether the port is another program's. The others are patient: torch looks
         # up the name of each connection, and a name server may drop requests when many ranks start at once.
         store = connect(host, port, seconds if worker.local_rank else ANSWER_SECONDS)
-        if store is None and _listens(host, port):
+        if store is None and network.listens(host, port, CONNECT_SECONDS):
             raise UserError(
                 f"{url} answers, but not as node 0 of a run would: another program holds that port, node 0 is frozen, "
                 "or --master-addr and --master-port are not those of node 0",
@@ -84,14 +84,6 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     if leads:
         _name_run(store, worker)
     return OpenStore(store, own, master, leads)
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        network.source_address(host, port, CONNECT_SECONDS)
-    except OSError:
-        return False
-    return True
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
@@ -173,7 +165,7 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
         until = time.monotonic() + answer_seconds
         while thread.is_alive() and time.monotonic() < until:
             thread.join(min(answer_seconds, LOOK_SECONDS))
-            if gives_up and thread.is_alive() and _is_refused(host, port):
+            if gives_up and thread.is_alive() and network.listens(host, port, LOOK_SECONDS) is False:
                 break
         return not thread.is_alive()
 
@@ -194,15 +186,6 @@ def connect(host: str, port: int, answer_seconds: float, gives_up: bool = False)
     if not wait_for(thread):
         _waiting[host, port] = thread
     return found[0] if found else None
-
-
-def _is_refused(host: str, port: int) -> bool:
-    """True where the machine says that nothing listens there."""
-    try:
-        network.source_address(host, port, LOOK_SECONDS)
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
 
 
 def split(address: str) -> tuple[str, int]:
