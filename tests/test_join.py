@@ -223,7 +223,7 @@ def test_an_interface_that_does_not_exist_is_refused_with_the_names_of_those_tha
 
 
 TWO_LEADERS = """
-    from common.join.handshake import shake_hands
+    from common.join.handshake import Handshake
     from common.join.view import view_of
 
     if worker.rank == 0:  # once more, as a process that reached this store with the rank 0 of another host
@@ -236,7 +236,7 @@ TWO_LEADERS = """
 
     def join(own_view, leads):
         try:
-            shake_hands(worker, store, own_view, 200.0, leads)
+            Handshake(worker, store, own_view, 200.0, leads).run()
         except UserError as error:
             print(error, flush=True)
 

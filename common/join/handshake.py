@@ -68,31 +68,12 @@ class Verdict:
     master_address: str  # of the master, as the other nodes reach it; empty where there are none
 
 
-def shake_hands(
-    worker: Worker,
-    store: dist.Store,
-    view: dict,
-    join_timeout_seconds: float,
-    leads: bool,
-    secret: bytes = b"",
-    generation: int = 0,
-    elastic: bool = False,
-    ended: Ended | None = None,
-) -> Verdict:
-    """Agree with all other ranks. Every rank must call this.
+class Handshake:
+    """One rank's side of the handshake. Every rank must make one, and `run` it.
 
-    Raises UserError on every rank when the views differ, RankLost when a rank is missing at --join-timeout, and
-    RunUnderWay where, with `elastic`, the run has begun already. With `ended`, which rank 0 calls about the ranks that
-    are missing, RankLost is also raised as soon as one of them has ended.
+    With `elastic`, a run that has begun already may let this process in. `ended`, which rank 0 calls about the ranks
+    that are missing, says which of these have ended.
     """
-    join = dist.PrefixStore(f"join/{generation}", store)
-    under_way = store if elastic and not generation else None
-    handshake = _Handshake(worker, join, view, join_timeout_seconds, leads, secret, under_way, ended)
-    return handshake.run(store, generation)
-
-
-class _Handshake:
-    """One rank's side of the handshake."""
 
     def __init__(
         self,
@@ -101,13 +82,17 @@ class _Handshake:
         view: dict,
         join_timeout_seconds: float,
         leads: bool,
-        secret: bytes,
-        under_way: dist.Store | None,
-        ended: Ended | None,
+        secret: bytes = b"",
+        generation: int = 0,
+        elastic: bool = False,
+        ended: Ended | None = None,
     ):
+        self.whole_store, self.generation = store, generation
+        self.store = store = dist.PrefixStore(f"join/{generation}", store)
+        # says where a run that has begun already is led; None where none lets us in
+        self.under_way = under_way = self.whole_store if elastic and not generation else None
         self.ended = ended
-        self.under_way = under_way  # says where a run that has begun already is led; None where none lets us in
-        self.worker, self.store, self.view, self.secret = worker, store, view, secret
+        self.worker, self.view, self.secret = worker, view, secret
         layout = worker.layout
         self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
         # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
@@ -120,7 +105,12 @@ class _Handshake:
         self.leader = Leader(worker, store, view, secret) if leads else None
         self.entry, self.token, self.posted = 0, "", ""
 
-    def run(self, store: dist.Store, generation: int) -> Verdict:
+    def run(self) -> Verdict:
+        """Agree with all other ranks.
+
+        Raises UserError on every rank when the views differ, RankLost when a rank is missing at --join-timeout, or as
+        soon as one of them has `ended`, and RunUnderWay where a run has begun already.
+        """
         self._refuse_complete_run()
         self.entry = self.store.add("entries", 1)
         self.view["entry"] = self.entry
@@ -144,10 +134,10 @@ class _Handshake:
             raise UserError(f"{self.worker.layout.init_method} has given the verdict of another run: is it ours?")
         if holder["entry"] != self.entry:  # this process joined while the others were reading the verdict
             raise UserError(claimed_twice(holder, self.view))
-        prefix = f"run/{self.token}/{generation}"
+        prefix = f"run/{self.token}/{self.generation}"
         if self.leader:
-            store.set(CURRENT, prefix)
-        return Verdict(dist.PrefixStore(prefix, store), verdict["views"], verdict["master"])
+            self.whole_store.set(CURRENT, prefix)
+        return Verdict(dist.PrefixStore(prefix, self.whole_store), verdict["views"], verdict["master"])
 
     def _advance(self) -> dict | None:
         """Answer a new challenge; return the verdict once it is posted. On rank 0, let the leader advance too."""

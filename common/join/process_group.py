@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off
 from common.join.ended import leave, post
-from common.join.handshake import shake_hands
+from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
 from common.join.turn import Turn
@@ -251,7 +251,7 @@ def join(
     instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
     with limit(seconds + VERDICT_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
-        verdict = shake_hands(worker, *where, elastic=bool(standby), ended=ended)
+        verdict = Handshake(worker, *where, elastic=bool(standby), ended=ended).run()
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
