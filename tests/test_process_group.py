@@ -12,6 +12,7 @@ IMPORTS = """
 from dataclasses import replace
 import common.join.process_group as joining
 from common.join import lost
+from common.join.turn import Turn
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
 """
@@ -71,6 +72,18 @@ ALONE = """
         dist.barrier()
 """
 
+BUSY = """
+        def look_once_rank_0_has_gone(turn):
+            while lost._is_running(group.views[0]["pid"]):
+                time.sleep(0.02)
+
+        if worker.rank == 1:
+            Turn.raise_failure = look_once_rank_0_has_gone
+        with group.{turn}("what rank 0 does"):
+            if worker.is_main:
+                raise UserError("rank 0 is at its wits' end")
+"""
+
 LEAVES = """
         dist.barrier()  # all are connected
         joining.LEAVE_SECONDS = 1.0
@@ -121,6 +134,12 @@ def test_a_chunk_may_take_longer_than_a_collective(silent):
 def test_a_rank_that_fails_among_others_at_work_or_waiting_is_heard_by_all(tmp_path):
     for result in playing_body(FAILING, tmp_path).results():
         assert result.code == 2 and result.output.count("rank 1 is at its wits' end") == 1
+
+
+@pytest.mark.parametrize("turn", TURNS[:2])
+def test_a_failure_that_a_busy_ranks_heartbeat_has_heard_is_raised_when_the_store_has_gone_since(turn, tmp_path):
+    for result in playing_body(BUSY.format(turn=turn), tmp_path, gpus=(1, 1)).results():
+        assert result.code == 2 and result.output.count("error: rank 0 is at its wits' end") == 1, result.output
 
 
 @pytest.mark.parametrize("turn", TURNS[1:])

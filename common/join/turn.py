@@ -51,8 +51,8 @@ class Turn:
     def heartbeat(self) -> Iterator[None]:
         """Run a heartbeat thread beside the body, because a store does not notice a dead rank as a collective does.
 
-        It also polls for failures: rank 0, which may serve the store, exits soon after one, perhaps while this rank
-        is still at work.
+        It also polls for failures: rank 0, which may serve the store, exits once every rank has heard of one, perhaps
+        while this rank's body is still at work, or between two requests. What the body raises then is that failure.
         """
         stop = threading.Event()
         most = self.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
@@ -69,6 +69,10 @@ class Turn:
         thread.start()
         try:
             yield
+        except RuntimeError as error:
+            if self.failure and is_contact_lost(error):
+                raise self._heard(self.failure) from None
+            raise
         finally:
             stop.set()
             thread.join()
@@ -137,12 +141,16 @@ class Turn:
         """Raise the failure that a rank has announced, if there is one. Raises RankLost where a rank has lost contact
         before it came here, and has gone to meet the others (--elastic)."""
         if failure := self.known_failure():
-            kind: type[ExplainedError] = UserError if failure["mistake"] else RankLost if failure["lost"] else RunError
-            error = kind(failure["message"], same_on_every_rank=True)
-            before_exit(error, self._linger)
-            raise error
+            raise self._heard(failure)
         if self.others_go_on and self.store_of_all.check([MEET]):
             raise RankLost("another rank has lost contact with a member")
+
+    def _heard(self, failure: dict) -> ExplainedError:
+        """The failure that a rank has announced, as an error of this one."""
+        kind: type[ExplainedError] = UserError if failure["mistake"] else RankLost if failure["lost"] else RunError
+        error = kind(failure["message"], same_on_every_rank=True)
+        before_exit(error, self._linger)
+        return error
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
         """A function that raises RankLost when one of these ranks has ended, as somebody has posted, or has had no
