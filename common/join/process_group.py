@@ -325,14 +325,15 @@ def disconnect(worker: Worker, joined: Joined, elastic: bool = False, connection
     follow.
 
     A rank that is not done by then has work of its own, or waits in a collective for this rank, which will not come.
-    Its `connections` to this one are closed; where it waited, both raise UserError."""
+    Its `connections` to this one, if they are gloo's, are closed; where it waited, both raise UserError."""
     instead = (lambda: cut_off(joined.store)) if elastic else None
     with limit(3 * LEAVE_SECONDS + NOTICE_SECONDS, worker.rank, "leaving the process group", instead=instead):
         joined.store.add("done", 1)
         all_are = poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
         if connections and not all_are:
             post(joined.store, worker.rank, LEFT_EARLY, is_mistake=True)
-            connections.close()
+            if dist.get_backend() == dist.Backend.GLOO:  # NCCL's are needed to take its communicator down
+                connections.close()
             if poll(lambda: others_have_lost_contact(joined.store), NOTICE_SECONDS):
                 raise UserError(f"this rank {LEFT_EARLY}", same_on_every_rank=True)
         dist.destroy_process_group()
