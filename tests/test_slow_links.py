@@ -166,7 +166,8 @@ def test_a_checkpoint_waits_for_an_outer_step_and_a_resumed_run_goes_on_as_if_it
     assert saved == ["step-00000010", "step-00000015", "step-00000025", "step-00000028"]
     assert [row["step"] for row in rows(tmp_path / "parts", "eval")] == [15, 28]  # an epoch has 14 steps
     flags = (*flags, "--resume", tmp_path / "parts" / "checkpoints" / "step-00000010")
-    play(sgd, (2, 1), tmp_path / "parts", *flags)
+    first, _ = play(sgd, (2, 1), tmp_path / "parts", *flags)
+    assert "step-00000010: all nodes begin with rank 0's state of the optimizer" in first.output  # plain SGD has none
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-12)
     assert largest_difference(weights(tmp_path / "parts"), weights(tmp_path / "whole")) < 1e-12
 

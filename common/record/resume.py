@@ -60,7 +60,8 @@ def resume(
                     _go_back_to(found, folder / "checkpoints")
                 before, now = found.state.get("precision"), options.flags.get("precision")
                 other = f", which was trained in {before}, in {now}" * (before not in (None, now))
-                say(f"resuming from {found.path}{other}", rank=0)
+                apart = ": all nodes begin with rank 0's state of the optimizer" * bool(config.get("sync_every"))
+                say(f"resuming from {found.path}{other}{apart}", rank=0)
             else:
                 say(f"--resume: there is no checkpoint in {folder} yet: starting from the beginning", rank=0)
     saved = {name: one.state_dict() for name, one in states.items()} if found else {}
