@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+LONGEST_MESSAGE = 2000  # characters; the middle of a longer one is left out
+
 
 class ExplainedError(Exception):
     """An error whose message explains itself. Raise one of the two kinds below.
@@ -14,6 +16,8 @@ class ExplainedError(Exception):
     kind = "error"  # how the printed line begins
 
     def __init__(self, message: str, same_on_every_rank: bool = False):
+        if len(message) > LONGEST_MESSAGE:  # it quotes a file that is one long line
+            message = f"{message[: LONGEST_MESSAGE // 2]} [...] {message[-LONGEST_MESSAGE // 2 :]}"
         super().__init__(message)
         self.same_on_every_rank = same_on_every_rank
 

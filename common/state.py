@@ -20,6 +20,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
+def not_finite(model: torch.nn.Module) -> str:
+    """The name of the first parameter with a NaN or an infinity in it; empty where all are finite."""
+    return next((name for name, one in model.named_parameters() if not one.isfinite().all()), "")
+
+
 def fill(stateful: Stateful, state: dict[str, Any]) -> None:
     """Load `state`, unless it is empty: the scaler of a run that was not in fp16 has none."""
     if state:

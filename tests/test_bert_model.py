@@ -168,7 +168,7 @@ DAMAGED = [
     ("pytorch_model.bin", b"\x80\x02damaged", "cannot be loaded: its weights are not whole"),
     ("model.safetensors", POINTER, "model.safetensors is a git-lfs pointer .*`git lfs pull`"),
     ("tokenizer.json", POINTER, "tokenizer.json is a git-lfs pointer .*`git lfs pull`"),
-    ("tokenizer.json", b'{"a": 1}', "cannot be loaded: KeyError: 'added_tokens'"),
+    ("tokenizer.json", b'{"a": 1}', "tokenizer.json is not a tokenizer: KeyError: copy it again"),
     ("config.json", b'{"model_type": "bert", "hidden_size": "x"}', "hidden_size.*expected int, got str"),
     ("config.json", b"[1]", "should have a `model_type` key"),
 ]
@@ -198,7 +198,19 @@ def test_a_run_whose_links_were_not_copied_is_still_a_model(layout, tmp_path):
     assert (Path(pretrained.locate(str(tmp_path / "run"))) / "config.json").is_file()
 
 
-CONFIGS = ['{"num_attention_heads": 0}', '{"hidden_size": null}', '{"vocab_size": 1e400}', "[" * 100_000, "\ufeff[1]"]
+CONFIGS = [
+    '{"num_hidden_layers": 0}',
+    '{"intermediate_size": 0}',
+    '{"hidden_act": "gleu"}',
+    '{"layer_norm_eps": -1}',
+    '{"hidden_dropout_prob": NaN}',
+    '{"type_vocab_size": 0}',
+    '{"num_attention_heads": 0}',
+    '{"hidden_size": null}',
+    '{"vocab_size": 1e400}',
+    "[" * 100_000,
+    "\ufeff[1]",
+]
 
 
 @pytest.mark.parametrize("text", CONFIGS)

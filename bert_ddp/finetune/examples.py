@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from common.errors import UserError
 
+LONGEST_NUMBER = 18  # digits of a label that is sorted as a number
 SHOWN_LABELS = 20  # in an error
 
 
@@ -46,7 +47,12 @@ def label_names(train: Sequence[Sentence] | Sequence[Text]) -> list[str]:
     if len(names) < 2:
         label, place = train[0].labels[0]
         raise UserError(f"{place}: every training example has the label {label!r}: two are needed")
-    return sorted(names, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
+
+    def in_order(name: str) -> tuple[bool, int, str]:  # numbers first, by size
+        is_number = name.isdecimal() and len(name) <= LONGEST_NUMBER
+        return not is_number, int(name) if is_number else 0, name
+
+    return sorted(names, key=in_order)
 
 
 def check_labels(examples: Sequence[Sentence] | Sequence[Text], names: Sequence[str]) -> None:

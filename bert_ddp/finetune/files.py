@@ -5,6 +5,7 @@ Each reader raises UserError that names file and line where something is wrong.
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ CONLL = (".conll", ".txt", ".bio", ".iob")
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".json", ".jsonl")
 LONGEST_FIELD = 1 << 30  # characters; csv's own limit is that of a short document
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes some characters as two halves
+HALF_READ = re.compile("[\ud800-\udfff]")
 CR_ENDS = r"there is a CR within the line: line ends must be LF or CR LF: convert them with `tr '\r' '\n'`"
 
 
@@ -56,13 +59,13 @@ def checked_tag(tag: str, place: str) -> str:
 
 def read_records(path: Path) -> Iterator[tuple[str, dict]]:
     """(place, record) of each row of a .csv or .tsv file, or of each line of a .json or .jsonl file."""
-    return _records_of_table(path) if path.suffix in TABLES else _records_of_json_lines(path)
+    return _records_of_table(path) if path.suffix.lower() in TABLES else _records_of_json_lines(path)
 
 
 def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
     lines = (line + "\n" for _, line in _lines(path))
     csv.field_size_limit(LONGEST_FIELD)
-    if path.suffix == ".tsv":  # as GLUE's files are: a quote is a character like any other
+    if path.suffix.lower() == ".tsv":  # as GLUE's files are: a quote is a character like any other
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
         reader = csv.DictReader(lines, strict=True)
@@ -92,6 +95,8 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             raise UserError(f"{path}, line {number}: {reason}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: this is not a JSON object: write one for each line")
+        if HALF.search(line) and HALF_READ.search(json.dumps(row, ensure_ascii=False)):
+            raise UserError(f"{path}, line {number}: half a character, such as of an emoji that was cut: complete it")
         yield f"{path}, line {number}", row
 
 

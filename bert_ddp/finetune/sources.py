@@ -76,8 +76,8 @@ def _of_role(data: str, role: str, task: str) -> list[Path]:
     """The files of a role in a folder, first those of the kinds that the task reads."""
     own, other = (files.CONLL, files.TABLES) if task == "ner" else (files.TABLES, files.CONLL)
     known = (*own, *files.JSON_LINES, *other)
-    paths = [path for stem in hub.SPLITS[role] for path in Path(data).glob(f"{stem}.*") if path.suffix in known]
-    return sorted(paths, key=lambda path: (path.suffix in other, path))
+    paths = [path for stem in hub.SPLITS[role] for path in Path(data).glob(f"{stem}.*") if path.suffix.lower() in known]
+    return sorted(paths, key=lambda path: (path.suffix.lower() in other, path))
 
 
 def odd_files(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]:
@@ -101,9 +101,9 @@ def read_sentences(source: str, role: str) -> list[Sentence]:
     path = Path(source)
     if hub.is_hub(source):
         examples = [_sentence(row, place) for place, row in hub.read_records(source, role)]
-    elif path.suffix in files.JSON_LINES:
+    elif path.suffix.lower() in files.JSON_LINES:
         examples = [_sentence(row, place) for place, row in files.read_records(path)]
-    elif path.suffix in files.TABLES:
+    elif path.suffix.lower() in files.TABLES:
         raise UserError(f"{source}: --task ner reads CoNLL files (.conll, .txt, .bio, .iob), .jsonl, and hf:NAME")
     else:
         examples = list(files.read_conll(path))
@@ -133,7 +133,7 @@ def read_texts(source: str, role: str, text_columns: Sequence[str] | None, label
 def _records(source: str, role: str) -> Iterator[tuple[str, dict]]:
     if hub.is_hub(source):
         return hub.read_records(source, role)
-    if Path(source).suffix not in (*files.TABLES, *files.JSON_LINES):
+    if Path(source).suffix.lower() not in (*files.TABLES, *files.JSON_LINES):
         raise UserError(f"{source}: --task classify reads .csv, .tsv, .json and .jsonl, and hf:NAME")
     return files.read_records(Path(source))
 

@@ -15,9 +15,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from bert_ddp.model.words import require_words
 from common.errors import RunError, UserError
 from common.files import reading
 from common.record.latest import latest_folder
+from common.state import not_finite
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 # the name of each task's model in a config's `architectures`
@@ -89,11 +91,24 @@ def open_config(name: str, task: str | None = None, flag: str = "--model") -> Pr
             f"--model {name} is a {found[0]}, but --task {task} needs a {allowed[0]}: fine-tune it "
             "first, or choose another task"
         )
+    if task in ("ner", "classify"):
+        _require_names(config, task, f"{flag} {name}")
     return config
+
+
+def _require_names(config: PretrainedConfig, task: str, name: str) -> None:
+    """Raise UserError unless each output of a fine-tuned head has a name of its own, and stands for a class."""
+    names: dict[Any, str] = config.id2label or {}
+    if sorted(names) != list(range(len(names))) or len(set(names.values())) < len(names):
+        raise UserError(f"{name}: id2label in its config.json must give each number from 0 on a name of its own")
+    if task == "classify" and (len(names) < 2 or config.problem_type not in (None, "single_label_classification")):
+        kind = config.problem_type or "regression"
+        raise UserError(f"{name} has a head for {kind}: --task classify needs one that chooses one of several classes")
 
 
 def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises UserError where it has words that the model lacks, or lacks special words."""
+    require_words(Path(name), f"--model {name}")
     with one_line(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if len(tokenizer) > config.vocab_size:
@@ -139,7 +154,7 @@ def load_weights(
     """A model with the weights at `name` in float32.
 
     Weights whose names begin with one of `may_lack` may be missing or have another size, and are then drawn from
-    torch's seed. Raises UserError where other weights are missing or have another size.
+    torch's seed. Raises UserError where other weights are missing or have another size, or are not finite.
     """
     loader: Any = kind  # from_pretrained returns two values with output_loading_info, which its types do not say
     with one_line(name, flag):
@@ -148,7 +163,7 @@ def load_weights(
             config=config,
             dtype=torch.float32,
             output_loading_info=True,
-            ignore_mismatched_sizes=bool(may_lack),
+            ignore_mismatched_sizes=True,  # said below
             **options,
         )
     if lacking := [key for key in sorted(info["missing_keys"]) if not key.startswith(may_lack)]:
@@ -158,6 +173,8 @@ def load_weights(
             raise UserError(
                 f"{flag} {name}: its weights belong to another model: {key} has another size than its config says"
             )
+    if key := not_finite(model):
+        raise UserError(f"{flag} {name}: its {key} holds NaN or infinity: take the weights of an earlier step")
     return model
 
 

@@ -148,16 +148,17 @@ class Answerer:
 
 
 def entities(line: str, words: Sequence[re.Match], tags: Sequence[str]) -> list[dict]:
-    """The entities that BIO (or BIOES) tags make, as conlleval reads them: another type, or B-, begins a new one."""
+    """The entities that BIO (or BIOES) tags make, as conlleval reads them: another type, or B-, begins a new one. A tag
+    without such a letter, such as NOUN, is a type by itself."""
     found: list[dict] = []
-    before = "O"
+    before = "O", ""
     for match, tag in zip(words, tags, strict=True):
-        if tag != "O":
-            begins = tag[0] in "BS" or before == "O" or before[0] in "ES" or before[2:] != tag[2:]
-            if begins:
-                found.append({"type": tag[2:], "start": match.start()})
+        letter, kind = (tag[0], tag[2:]) if tag[1:2] == "-" else ("O", "") if tag == "O" else ("I", tag)
+        if letter != "O":
+            if letter in "BS" or before[0] in "OES" or before[1] != kind:
+                found.append({"type": kind, "start": match.start()})
             found[-1]["end"] = match.end()
-        before = tag
+        before = letter, kind
     return [{**entity, "text": line[entity["start"] : entity["end"]]} for entity in found]
 
 

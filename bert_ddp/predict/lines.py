@@ -75,7 +75,7 @@ def open_lines(path: Path, chunk_lines: int) -> LineFile:
 def odd(lines: LineFile, task: str) -> Iterator[str]:
     """What is odd about the lines as a whole, in one line each."""
     path, holding = lines.path, lines.holding
-    if path.suffix in STRUCTURED:
+    if path.suffix.lower() in STRUCTURED:
         yield f"--input {path} is read as plain lines, with all its marks: give the texts alone, one a line"
     if holding[CR]:
         yield f"--input {path} has {holding[CR]:,} CR within lines, which end no line"

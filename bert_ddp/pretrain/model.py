@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bert_ddp.model import pretrained
@@ -162,14 +163,31 @@ def _config(options: ModelOptions, meta: dict[str, Any], init_from: str | None) 
     values["pad_token_id"] = meta["special"]["pad"]
     try:
         config = BertConfig(**values | {"attn_implementation": "sdpa"})
-        if config.hidden_size < 1 or config.num_attention_heads < 1 or config.hidden_size % config.num_attention_heads:
-            raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
+        _require_possible(config, segments=2 if options.objective == "mlm+nsp" else 1)
     except Exception as error:  # of the class that checks its values, and of values that it does not check
         raise UserError(
             f"{init_from or options.config_file}: not a BERT config: {pretrained.reason_of(error)}",
             same_on_every_rank=True,
         ) from None
     return config
+
+
+def _require_possible(config: BertConfig, segments: int) -> None:
+    """Raise ValueError for a value that transformers takes, and no model can be made of, or none that learns."""
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    least = {**dict.fromkeys(sizes, 1), "max_position_embeddings": 1, "type_vocab_size": segments}
+    for name, most in least.items():
+        if getattr(config, name) < most:
+            raise ValueError(f"{name} is {getattr(config, name)}: give at least {most}")
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: give 0 to less than 1")
+    if not config.layer_norm_eps > 0 or not config.initializer_range > 0:
+        raise ValueError("layer_norm_eps and initializer_range must be greater than 0")
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(f"hidden_act is {config.hidden_act!r}: give one of {', '.join(sorted(ACT2FN))}")
 
 
 def _read_config(file: Path) -> dict[str, Any]:

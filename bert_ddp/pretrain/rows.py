@@ -160,7 +160,7 @@ def random_numbers(key: int, rows: Sequence[int], count: int) -> np.ndarray:
 
 def of_corpus(corpus: "Corpus", probability: float, whole_words: bool, seed: int) -> tuple[MaskedRows, MaskedRows]:
     """Training rows, whose masks are new in every epoch, and held-out rows, whose masks are fixed."""
-    continues = np.load(corpus.folder / "continues.npy")
+    continues = corpus.continues
 
     def masked(name: str, table: Any, seed: int | None) -> MaskedRows:
         masking = Masking(probability, whole_words, seed)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from filelock import FileLock, Timeout
 from transformers import AutoTokenizer
 
@@ -37,6 +38,7 @@ class Corpus:
     meta: dict[str, Any]  # contents of meta.json
     train: datasets.Dataset
     held_out: datasets.Dataset
+    continues: np.ndarray  # (words,) True for a word that continues another one, such as ##ing
 
     @property
     def fingerprint(self) -> str:
@@ -92,6 +94,12 @@ def load(options: CorpusOptions, init_from: str | None = None, rank: int | None 
 
 def _open(folder: Path) -> Corpus:
     use_plain_tqdm_lock()
-    meta = json.loads((folder / "meta.json").read_text())
-    train, held_out = (datasets.Dataset.from_file(str(folder / f"{name}.arrow")) for name in PARTS)
-    return Corpus(folder, meta, train, held_out)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        train, held_out = (datasets.Dataset.from_file(str(folder / f"{name}.arrow")) for name in PARTS)
+        corpus = Corpus(folder, meta, train, held_out, np.load(folder / "continues.npy"))
+        next(corpus.tokenizer_folder.iterdir())
+        return corpus
+    except (OSError, ValueError, StopIteration) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{folder} of --cache-dir is damaged ({reason}): remove it, and it is made again") from None

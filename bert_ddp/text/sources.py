@@ -5,6 +5,7 @@ A *document* is a block of lines between blank lines. Text is read in UTF-8, lin
 
 import codecs
 import glob
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
 def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
     """The files that the names given to a flag stand for, in a fixed order; data sets by name (`hf:...`) are not files.
 
-    A folder stands for all .txt, .hdf5 and .h5 files below it. Raises UserError if a name matches no file.
+    A folder stands for all .txt, .hdf5 and .h5 files below it, in capitals too. Raises UserError if a name matches no
+    file.
     """
     files: list[Path] = []
     for name in corpus:
@@ -32,7 +34,7 @@ def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
         path = Path(name)
         with reading(path, f"{flag} {name}"):
             if path.is_dir():
-                found = [file for file in path.rglob("*") if file.suffix in (".txt", *HDF5_SUFFIXES) and file.is_file()]
+                found = list(_files_below(path))
             elif path.is_file():
                 found = [path]
             else:
@@ -47,12 +49,29 @@ def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
     return files
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """The .txt, .hdf5 and .h5 files below a folder, also below links to folders. Raises OSError for a folder that
+    cannot be read. A link to a file that is not there is returned: whoever reads it says so."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()  # a link leads back
+            continue
+        seen.add(real)
+        files = [Path(place, name) for name in names if Path(name).suffix.lower() in (".txt", *HDF5_SUFFIXES)]
+        yield from (file for file in files if file.is_file() or file.is_symlink())
+
+
 def odd_files(corpus: Iterable[Path], held_out: Iterable[Path]) -> Iterator[str]:
     """What is odd about the files as a whole, in one line each."""
     corpus, held_out = list(corpus), list(held_out)
     if both := [file for file in corpus if file in held_out]:
         yield f"{both[0]} is trained on and held out: its evaluation says nothing about other text"
-    if structured := [file for file in (*corpus, *held_out) if file.suffix in STRUCTURED]:
+    if structured := [file for file in (*corpus, *held_out) if file.suffix.lower() in STRUCTURED]:
         yield f"{structured[0]} is read as plain text, with all its marks: hf:FOLDER reads a column `text`"
 
 
@@ -76,9 +95,9 @@ def is_no_file(name: str) -> bool:
 
 def is_hdf5(files: list[Path]) -> bool:
     """True if these are HDF5 shards and not text. Raises UserError for a mixture."""
-    shards = [file for file in files if file.suffix in HDF5_SUFFIXES]
+    shards = [file for file in files if file.suffix.lower() in HDF5_SUFFIXES]
     if shards and len(shards) < len(files):
-        other = next(file for file in files if file.suffix not in HDF5_SUFFIXES)
+        other = next(file for file in files if file.suffix.lower() not in HDF5_SUFFIXES)
         raise UserError(f"--corpus names both HDF5 shards ({shards[0]}) and text ({other}): give one kind")
     return bool(shards)
 

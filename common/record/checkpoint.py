@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,11 +32,12 @@ from common.files import refuse_stand_in
 from common.launch.cli import plain
 from common.record.background import BackgroundWriter
 from common.record.latest import STATE, WEIGHTS, by_step, is_copy, latest_name
-from common.state import Stateful, copied, fill
+from common.state import Stateful, copied, fill, not_finite
 
 FORMAT = 1
 REPLACED = ".writing-old-"
 TRAINING_STATE = "training_state.pt"
+NAME = re.compile(r"step-\d{8,}")
 OTHER_MODEL = "its weights belong to another model"
 WriteExtra = Callable[[Path], None]  # adds files to the folder of a checkpoint, such as a model's config
 
@@ -48,7 +50,7 @@ class Checkpoint:
     state: dict[str, Any]
 
     def load_model(self, model: torch.nn.Module) -> None:
-        """Fill `model` with the weights. Raises UserError if they belong to another model."""
+        """Fill `model` with the weights. Raises UserError if they belong to another model, or are not finite."""
         try:
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its last line
@@ -59,6 +61,8 @@ class Checkpoint:
             raise self._refusal(f"{OTHER_MODEL}: it has no {sorted(missing)[0]}")
         if unknown:
             raise self._refusal(f"{OTHER_MODEL}: its {sorted(unknown)[0]} is unknown here")
+        if name := not_finite(model):
+            raise self._refusal(f"its {name} holds NaN or infinity: the run had failed by then: name an earlier one")
 
     def load_training(self, may_have_more: bool = False, **parts: Stateful) -> None:
         """Fill all parts. Raises UserError unless they are those that were saved, and each takes its state; with
@@ -194,7 +198,7 @@ def find(path: Path) -> Checkpoint | None:
     A damaged one is reported and skipped. Returns None if there is no checkpoint. Raises UserError if all are damaged,
     or if `path` names a damaged one.
     """
-    if (path / STATE).exists() or path.name.startswith("step-"):
+    if (path / STATE).exists() or (NAME.fullmatch(path.name) and not (path / "checkpoints").is_dir()):
         checkpoint, damage = _check(path.resolve())  # `latest` is a link
         if damage:
             raise UserError(f"--resume {path}: {damage}: name another checkpoint", same_on_every_rank=True)
@@ -223,6 +227,10 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
             return None, f"it has format {state['format']}, this code reads up to {FORMAT}"
         if type(state["step"]) is not int or state["step"] < 0:
             return None, f"{STATE} gives no step"
+        if NAME.fullmatch(path.name) and path.name != f"step-{state['step']:08d}":
+            return None, f"{STATE} gives step {state['step']}"
+        if WEIGHTS not in state["checksums"]:
+            return None, f"{STATE} has no checksum of {WEIGHTS}"
         for name, checksum in state["checksums"].items():
             if Path(name).name != name:
                 return None, f"{STATE} names a file of another folder"

@@ -1,0 +1,200 @@
+"""Files of others that are wrong as a whole: one line that names the file. Odd ones that are right: read."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from bert_ddp.finetune import files
+from bert_ddp.finetune.examples import Text, label_names
+from bert_ddp.model.pretrained import open_model, open_pretrained
+from bert_ddp.predict.answers import entities
+from bert_ddp.text.sources import find_files
+from bert_ddp.text.vocabulary import load as load_vocabulary
+from common.errors import LONGEST_MESSAGE, UserError
+from common.record import checkpoint
+from tests.small_bert import save_model
+from tests.test_corpus import folder, load  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def without(model, into, *names):
+    shutil.copytree(model, into)
+    for name in names:
+        (into / name).unlink(missing_ok=True)
+    return into
+
+
+# --- a model's folder --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opened_by", [lambda at: open_pretrained(str(at)), lambda at: load_vocabulary(str(at))])
+def test_a_folder_without_a_tokenizer_is_refused(opened_by, model, tmp_path):
+    bare = without(model, tmp_path / "bare", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+    with pytest.raises(UserError, match=r"bare has no tokenizer: copy tokenizer.json or vocab.txt into it"):
+        opened_by(bare)
+
+
+def test_a_vocabulary_alone_is_a_tokenizer(model, tmp_path):
+    whole = open_pretrained(str(model)).tokenizer
+    (tmp_path / "words").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model / name, tmp_path / "words" / name)
+    (tmp_path / "words" / "vocab.txt").write_text("\n".join(sorted(whole.vocab, key=whole.vocab.get)) + "\n")
+    assert open_pretrained(str(tmp_path / "words")).tokenizer("see anna").input_ids == whole("see anna").input_ids
+
+
+def test_a_vocabulary_without_a_special_word_is_refused_and_not_renumbered(model, tmp_path):
+    whole = open_pretrained(str(model)).tokenizer
+    words = [word for word in sorted(whole.vocab, key=whole.vocab.get) if word != "[MASK]"]
+    lacking = without(model, tmp_path / "lacking", "tokenizer.json")
+    (lacking / "vocab.txt").write_text("\n".join(words) + "\n")
+    with pytest.raises(UserError, match=r"lacking/vocab.txt has no \[MASK\] on any of its"):
+        open_pretrained(str(lacking))
+
+
+def test_a_tokenizer_without_a_special_word_is_refused(model, tmp_path):
+    lacking = without(model, tmp_path / "lacking")
+    content = json.loads((lacking / "tokenizer.json").read_text())
+    del content["model"]["vocab"]["[MASK]"]
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] != "[MASK]"]
+    (lacking / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"lacking/tokenizer.json has no \[MASK\]"):
+        open_pretrained(str(lacking))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(number, model, tmp_path):
+    start = open_pretrained(str(model))
+    net = open_model(str(model), "fill-mask", start.config)
+    torch.nn.init.constant_(net.bert.encoder.layer[1].output.dense.bias, number)
+    net.save_pretrained(without(model, tmp_path / "failed"))
+    with pytest.raises(UserError, match=r"failed: its bert.encoder.layer.1.output.dense.bias holds NaN or infinity"):
+        open_model(str(tmp_path / "failed"), "fill-mask", start.config)
+
+
+HEADS = [
+    ({"id2label": {"1": "a", "2": "b"}}, "id2label in its config.json must give each number from 0 on a name"),
+    ({"id2label": {"0": "a", "1": "a"}}, "id2label in its config.json must give each number from 0 on a name"),
+    ({"id2label": {"0": "a"}}, "has a head for regression: --task classify needs one that chooses"),
+    ({"problem_type": "multi_label_classification"}, "has a head for multi_label_classification"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), HEADS)
+def test_a_head_that_chooses_no_class_is_refused(values, said, model, tmp_path):
+    at = without(model, tmp_path / "head")
+    config = json.loads((at / "config.json").read_text()) | {"architectures": ["BertForSequenceClassification"]}
+    (at / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(UserError, match=said):
+        open_pretrained(str(at), "classify")
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [("NOUN NOUN O VERB", ["NOUN", "VERB"]), ("LABEL_2 O LABEL_2", ["LABEL_2"] * 2), ("B-x I-x E-x S-x", ["x"] * 2)],
+)
+def test_a_tag_without_a_letter_is_a_type_by_itself(tags, found):
+    line = "one two three four"[: 13 if tags.count(" ") == 2 else None]
+    assert [one["type"] for one in entities(line, list(re.finditer(r"\S+", line)), tags.split())] == found
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def save(into, net):
+    checkpoint.save(into, 7, net, {})
+    return checkpoint.find(into)
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused_by_name(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(net.bias, float("nan"))
+    with pytest.raises(UserError, match=r"step-00000007.*its bias holds NaN or infinity: the run had failed by then"):
+        save(tmp_path, net).load_model(net)
+
+
+def test_a_run_may_be_called_as_a_checkpoint_is(tmp_path):
+    run = tmp_path / "step-12345678"
+    assert checkpoint.find(tmp_path / "step-3") is None
+    assert save(run / "checkpoints", torch.nn.Linear(2, 2)) and checkpoint.find(run).state["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [({"step": 5}, "gives step 5"), ({"checksums": {}}, "has no checksum of model.safetensors")]
+)
+def test_a_state_that_was_edited_is_refused(change, said, tmp_path):
+    at = save(tmp_path, torch.nn.Linear(2, 2)).path
+    (at / "state.json").write_text(json.dumps(json.loads((at / "state.json").read_text()) | change))
+    with pytest.raises(UserError, match=rf"step-00000007: state.json {said}"):
+        checkpoint.find(at)
+
+
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+def test_labels_that_are_numbers_to_unicode_only_are_names():
+    texts = [Text("a", None, label, "x") for label in ("②", "10", "①", "²", "9", "1" * 5000)]
+    assert label_names(texts) == ["9", "10", "1" * 5000, "²", "①", "②"]
+
+
+@pytest.mark.parametrize("field", ["text", "label"])
+def test_half_a_character_is_refused_with_its_line(field, tmp_path):
+    row = {"text": "the", "label": "x"}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row | {field: chr(0xD83D)})}\n")
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: half a character"):
+        list(files.read_records(tmp_path / "a.jsonl"))
+
+
+def test_both_halves_are_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\U0001f600"}))
+    assert [row for _, row in files.read_records(tmp_path / "a.jsonl")] == [{"text": "\U0001f600"}]
+
+
+def test_a_suffix_may_be_in_capitals(tmp_path):
+    (tmp_path / "a.CSV").write_text("text,label\nthe,x\n")
+    assert [row for _, row in files.read_records(tmp_path / "a.CSV")] == [{"text": "the", "label": "x"}]
+
+
+def test_a_corpus_folder_stands_for_all_files_below_it_through_links_too(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for file in ("corpus/a.txt", "corpus/b.TXT", "corpus/c.md", "elsewhere/d.txt"):
+        (tmp_path / file).write_text("words")
+    (tmp_path / "corpus" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "corpus")
+    found = find_files([str(tmp_path / "corpus")])
+    assert [file.name for file in found] == ["a.txt", "b.TXT", "d.txt"]
+
+
+def test_a_link_to_a_text_that_is_gone_is_not_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    assert tmp_path / "b.txt" in find_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize("part", ["meta.json", "train.arrow", "continues.npy", "tokenizer"])
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_cache_is_one_line_that_says_what_to_remove(part, damage, folder, tmp_path):  # noqa: F811
+    flags = ("--sequence-length", 16, "--vocab-size", 300, "--cache-dir", tmp_path)
+    at = load(folder, *flags).folder
+    if (at / part).is_dir():
+        shutil.rmtree(at / part)
+    elif damage == "missing" and part != "meta.json":  # without it, the cache is made again
+        (at / part).unlink()
+    else:
+        (at / part).write_bytes((at / part).read_bytes()[:20])
+    with pytest.raises(UserError, match=rf"{at} of --cache-dir is damaged .*: remove it, and it is made again"):
+        load(folder, *flags)
+
+
+def test_a_message_that_quotes_a_whole_file_is_cut_in_its_middle():
+    message = str(UserError(f"a.txt, line 1: {'x' * 100_000} is not a label"))
+    assert len(message) < LONGEST_MESSAGE + 10
+    assert message.startswith("a.txt, line 1: xx") and message.endswith("xx is not a label")
