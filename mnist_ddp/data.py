@@ -67,18 +67,27 @@ def load(
     """
     parts = _digits() if name == "digits" else _from_torchvision(name, folder)
     (train_images, train_labels), (test_images, test_labels) = parts
+    _require_variety(train_images, train_labels, "training", folder)
+    _require_variety(test_images, test_labels, "test", folder)
     normal = _normalisation(train_images).to(dtype)
     train = ImageDataset(train_images, train_labels, normal, device)
-    _require_variety(train, folder)
     test = ImageDataset(test_images, test_labels, normal, device)
     return train, test, fingerprint(train_images, train_labels, test_images, test_labels)
 
 
-def _require_variety(train: ImageDataset, folder: Path) -> None:
-    """Raise UserError where there is nothing to learn from the training set as a whole, which is from `folder`."""
-    for what, values in (("image", train.images[:1000]), ("label", train.labels)):
-        if (values == values[0]).all() or values[0].isnan().any():  # normalised, a set of one grey level is not finite
-            raise UserError(f"--data-dir {folder}: every {what} of the training set is the same: copy the files again")
+def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, folder: Path) -> None:
+    """Raise UserError where the set `what` from `folder` says nothing as a whole: all labels or images are the same, or
+    many images are of one grey level, as at the end of a file that was not copied whole."""
+    for name, values in (("image", images[:1000]), ("label", labels)):
+        if len(values) > 1 and (values == values[0]).all():
+            raise UserError(f"--data-dir {folder}: every {name} of the {what} set is the same: copy the files again")
+    pixels = images.flatten(1)
+    empty = (pixels == pixels[:, :1]).all(dim=1).nonzero()
+    if len(empty) > len(images) / 10:
+        raise UserError(
+            f"--data-dir {folder}: {len(empty):,} of {len(images):,} images of the {what} set are of one grey level, "
+            f"the first of them image {int(empty[0]) + 1:,}: copy the files again"
+        )
 
 
 def _normalisation(images: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from common.errors import ExplainedError, RunError
+from common.errors import ExplainedError, RunError, UserError
 from mnist_ddp import data
 from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, run
 
@@ -55,7 +55,7 @@ def test_a_data_file_with_another_header_is_named(tmp_path):
 def test_data_that_differ_between_nodes_are_refused(tmp_path):
     """Each node reads its own disk: here node 1's files are another data set than node 0's."""
     here = mnist_files(tmp_path / "here")
-    labels = (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([1]) * 10_000
+    labels = (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([1, 2]) * 5_000
     there = mnist_files(tmp_path / "there", t10k_labels_idx1_ubyte=labels)
     nodes = nodes_of((1, 1), tmp_path / "out")
     nodes = [Node([*node.flags, "--data-dir", data]) for node, data in zip(nodes, (here, there), strict=True)]
@@ -183,6 +183,27 @@ def test_a_training_set_of_black_images_is_refused_once_and_not_by_its_loss(tmp_
     folder = mnist_files(tmp_path / "data", train_images_idx3_ubyte=header + bytes(60_000 * 28 * 28))
     said = refusal(tmp_path, "--data-dir", folder)
     assert f"--data-dir {folder}: every image of the training set is the same: copy the files again" in said
+
+
+SHAPE = b"".join(number.to_bytes(4) for number in (2051, 10_000, 28, 28))
+WORTHLESS = [
+    ({"t10k_images_idx3_ubyte": SHAPE + bytes(10_000 * 28 * 28)}, "every image of the test set is the same"),
+    (
+        {"t10k_images_idx3_ubyte": SHAPE + (bytes(range(251)) * 19_000)[: 6_000 * 28 * 28] + bytes(4_000 * 28 * 28)},
+        "4,000 of 10,000 images of the test set are of one grey level, the first of them image 6,001",
+    ),
+    (
+        {"t10k_labels_idx1_ubyte": (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([7]) * 10_000},
+        "every label of the test set is the same",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "said"), WORTHLESS)
+def test_a_test_set_that_says_nothing_as_a_whole_is_refused(files, said, tmp_path):
+    folder = mnist_files(tmp_path, **files)
+    with pytest.raises(UserError, match=f"--data-dir {folder}: {said}"):
+        data.load("mnist", folder, torch.float32)
 
 
 @pytest.mark.parametrize("flag", ["--data-dir", "--out-dir", "--resume"])

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from bert_ddp.finetune import files
+from bert_ddp.finetune.data import load as load_task
 from bert_ddp.finetune.examples import Text, label_names
+from bert_ddp.finetune.sources import DataOptions
 from bert_ddp.model.pretrained import open_model, open_pretrained
 from bert_ddp.predict.answers import entities
 from bert_ddp.text.sources import find_files
 from bert_ddp.text.vocabulary import load as load_vocabulary
+from common.compare.run import read_run
 from common.errors import LONGEST_MESSAGE, UserError
 from common.record import checkpoint
 from tests.small_bert import save_model
@@ -155,6 +158,36 @@ def test_half_a_character_is_refused_with_its_line(field, tmp_path):
 def test_both_halves_are_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\U0001f600"}))
     assert [row for _, row in files.read_records(tmp_path / "a.jsonl")] == [{"text": "\U0001f600"}]
+
+
+WRONG_ROWS = [
+    ("a.jsonl", '[\n{"text": "the"}\n]', r"line 1: this is not JSON: .*: write one object for each line"),
+    ("a.jsonl", '[{"text": "the"}]', r"line 1: this is not a JSON object: write one object for each line"),
+    ("a.jsonl", "<html></html>", r"line 1: this is not JSON: .*: it is HTML"),
+    ("a.csv", 'text,label\nthe,x\n"fox,x\nthe,x\n', r"line 3: a quote that begins in this row is never closed"),
+    ("a.csv", 'text,label\n"fox,x\nthe,x\n', r"line 2: a quote that begins in this row is never closed"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), WRONG_ROWS)
+def test_what_is_no_table_and_no_json_lines_is_said_with_its_line_and_what_to_do(name, content, said, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name}, {said}"):
+        list(files.read_records(tmp_path / name))
+
+
+def test_a_folder_without_the_data_of_a_role_is_named_with_what_it_holds(tmp_path):
+    (tmp_path / "train.csv.gz").write_text("")
+    options = DataOptions("classify", str(tmp_path))
+    with pytest.raises(UserError, match=rf"no train data in --data {tmp_path}, which holds train.csv.gz: name a file"):
+        load_task(options, None, 16)
+
+
+@pytest.mark.parametrize("loss", ['"text"', "[1]"])
+def test_a_loss_that_is_no_number_is_refused_by_step(loss, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": 3, "loss": {loss}}}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl: the loss of step 3 is .*, and no number"):
+        read_run(tmp_path)
 
 
 def test_a_suffix_may_be_in_capitals(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from bert_ddp.finetune.sources import (
 )
 from common.errors import UserError
 
+SHOWN_NAMES = 8  # of files, in an error
 MANY_UNKNOWN = 0.3  # part of a set's tokens
 
 
@@ -36,6 +38,12 @@ class TaskData:
     notes: list[str]  # what is left out or cut
 
 
+def _names_in(data: str) -> str:
+    """What a folder holds, for an error."""
+    names = sorted(path.name for path in Path(data).iterdir()) if Path(data).is_dir() else []
+    return ", ".join(names[:SHOWN_NAMES] + ["..."] * (len(names) > SHOWN_NAMES)) or "nothing that can be read"
+
+
 def load(options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int) -> TaskData:
     """Read and tokenize the data of a task, in rows of at most `length` tokens.
 
@@ -43,8 +51,9 @@ def load(options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int) 
     """
     sources, notes = find_sources(options), []
     if missing := [role for role in ("train", "dev") if role not in sources]:
+        where = f" in --data {options.data}, which holds {_names_in(options.data)}" if options.data else ""
         raise UserError(
-            f"there is no {missing[0]} data: name a file or hf:NAME with --{missing[0]}, or all with --data"
+            f"there is no {missing[0]} data{where}: name a file or hf:NAME with --{missing[0]}, or all with --data"
         )
     if has_unlabelled_test(options, sources):
         notes.append(f"{sources.pop('test')}: its test split has no labels and is left out: --test names another")

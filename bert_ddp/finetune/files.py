@@ -17,6 +17,7 @@ CONLL = (".conll", ".txt", ".bio", ".iob")
 TABLES = (".csv", ".tsv")
 JSON_LINES = (".json", ".jsonl")
 LONGEST_FIELD = 1 << 30  # characters; csv's own limit is that of a short document
+ONE_A_LINE = ": write one object for each line, as `jq -c '.[]'` does with an array"
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes some characters as two halves
 HALF_READ = re.compile("[\ud800-\udfff]")
 CR_ENDS = r"there is a CR within the line: line ends must be LF or CR LF: convert them with `tr '\r' '\n'`"
@@ -69,6 +70,7 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
     else:
         reader = csv.DictReader(lines, strict=True)
+    begins = 1  # the line before a row's first one
     try:
         names = [name for name in reader.fieldnames or () if name]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -79,9 +81,14 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
                 more = "more" if None in row else "fewer"
                 raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames or ())}")
             yield place, row
+            begins = reader.line_num
     except csv.Error as error:
-        reason = CR_ENDS if "new-line" in str(error) else error
-        raise UserError(f"{path}, line {reader.line_num}: {reason}") from None
+        line, reason = reader.line_num, str(error)
+        if "new-line" in reason:
+            reason = CR_ENDS
+        elif "unexpected end" in reason:  # of the row that begins on the next line
+            line, reason = begins + 1, "a quote that begins in this row is never closed"
+        raise UserError(f"{path}, line {line}: {reason}") from None
 
 
 def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
@@ -91,13 +98,18 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}"
+            reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}{_fix(line) if number == 1 else ''}"
             raise UserError(f"{path}, line {number}: {reason}") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: this is not a JSON object: write one for each line")
+            raise UserError(f"{path}, line {number}: this is not a JSON object{_fix(line) or ONE_A_LINE}")
         if HALF.search(line) and HALF_READ.search(json.dumps(row, ensure_ascii=False)):
             raise UserError(f"{path}, line {number}: half a character, such as of an emoji that was cut: complete it")
         yield f"{path}, line {number}", row
+
+
+def _fix(first: str) -> str:
+    """What to do with a file whose first line begins like this, and is no object."""
+    return ONE_A_LINE if first.strip() in "[{" or first.startswith("[") else ": it is HTML" * first.startswith("<")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

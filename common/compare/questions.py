@@ -103,7 +103,7 @@ def _from_the_start(found: Comparison) -> Lines:
 def _scale(found: Comparison, steps: list[int]) -> str | None:
     """B's loss over A's where it is steady and clearly not 1, such as '0.25 times (1/4, the world size of B)'."""
     losses = [_pair(found, step, "loss") for step in steps]
-    if any(loss is None or loss <= 0 for pair in losses for loss in pair):
+    if any(loss is None or not 0 < loss < math.inf for pair in losses for loss in pair):
         return None
     ratio, *others = (other / mine for mine, other in losses)
     if abs(ratio - 1) < CLEARLY or any(abs(one / ratio - 1) > STEADY for one in others):

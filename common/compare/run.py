@@ -73,6 +73,10 @@ def read_run(path: Path) -> Run:
     train = {step: row for step, row in sorted(by_kind["train"].items()) if "loss" in row}
     if not train:
         raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
+    for kind in ("train", "eval"):
+        for step, row in by_kind[kind].items():
+            if not isinstance(row.get("loss"), int | float | None):
+                raise UserError(f"{metrics}: the loss of step {step} is {row['loss']!r}, and no number")
     starts, state = _starts(metrics.parent / "run.json"), _state(metrics.parent)
     is_complete = not starts or any(row.get("kind") == "summary" for row in rows)
     return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state, is_complete)
