@@ -24,8 +24,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from bert_ddp.finetune import files
-from bert_ddp.model import words
-from bert_ddp.text import shards
+from bert_ddp.text import shards, vocabulary
 from common.compare import __main__ as comparison
 from common.compare.run import read_run
 from common.elastic.standby import Standby
@@ -365,7 +364,7 @@ TARGETS = {
     "tables": Target(mutated(TABLE), table),
     "JSON lines": Target(mutated(LINES), lambda content: list(files.read_records(written("a.jsonl", content)))),
     "HDF5": Target(hdf5(), shard),
-    "vocabularies": Target(mutated(VOCABULARY), lambda content: words.read_words(written("vocab", content), "")),
+    "vocabularies": Target(mutated(VOCABULARY), lambda content: vocabulary._read_words(written("vocab", content))),
     "metrics.jsonl": Target(mutated(METRICS), lambda content: read_metrics(written("metrics.jsonl", content))),
     "runs to compare": Target(st.tuples(mutated(METRICS), like(RUN)), compared),
     "the doctor's JSON": Target(

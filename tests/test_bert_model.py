@@ -168,7 +168,7 @@ DAMAGED = [
     ("pytorch_model.bin", b"\x80\x02damaged", "cannot be loaded: its weights are not whole"),
     ("model.safetensors", POINTER, "model.safetensors is a git-lfs pointer .*`git lfs pull`"),
     ("tokenizer.json", POINTER, "tokenizer.json is a git-lfs pointer .*`git lfs pull`"),
-    ("tokenizer.json", b'{"a": 1}', "tokenizer.json is not a tokenizer: KeyError: copy it again"),
+    ("tokenizer.json", b'{"a": 1}', "cannot be loaded: KeyError: 'added_tokens'"),
     ("config.json", b'{"model_type": "bert", "hidden_size": "x"}', "hidden_size.*expected int, got str"),
     ("config.json", b"[1]", "should have a `model_type` key"),
 ]

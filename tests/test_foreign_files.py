@@ -58,7 +58,7 @@ def test_a_vocabulary_without_a_special_word_is_refused_and_not_renumbered(model
     words = [word for word in sorted(whole.vocab, key=whole.vocab.get) if word != "[MASK]"]
     lacking = without(model, tmp_path / "lacking", "tokenizer.json")
     (lacking / "vocab.txt").write_text("\n".join(words) + "\n")
-    with pytest.raises(UserError, match=r"lacking/vocab.txt has no \[MASK\] on any of its"):
+    with pytest.raises(UserError, match=r"lacking: its vocabulary has no \[MASK\]"):
         open_pretrained(str(lacking))
 
 
@@ -68,8 +68,29 @@ def test_a_tokenizer_without_a_special_word_is_refused(model, tmp_path):
     del content["model"]["vocab"]["[MASK]"]
     content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] != "[MASK]"]
     (lacking / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"lacking/tokenizer.json has no \[MASK\]"):
+    with pytest.raises(UserError, match=r"lacking: its vocabulary has no \[MASK\]"):
         open_pretrained(str(lacking))
+
+
+def test_special_words_may_have_other_names(model, tmp_path):
+    at = without(model, tmp_path / "other")
+    text = (at / "tokenizer.json").read_text()
+    names = {"[CLS]": "<s>", "[SEP]": "</s>", "[PAD]": "<pad>", "[UNK]": "<unk>", "[MASK]": "<mask>"}
+    settings = json.loads((at / "tokenizer_config.json").read_text())
+    for old, new in names.items():
+        text = text.replace(old, new)
+        settings[f"{old[1:-1].lower()}_token"] = new
+    (at / "tokenizer.json").write_text(text)
+    (at / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert open_pretrained(str(at)).tokenizer.mask_token == "<mask>"
+
+
+def test_a_model_whose_vocabulary_has_a_word_twice_is_read(model, tmp_path):
+    whole = open_pretrained(str(model)).tokenizer
+    at = without(model, tmp_path / "twice", "tokenizer.json")
+    words = sorted(whole.vocab, key=whole.vocab.get)
+    (at / "vocab.txt").write_text("\n".join([*words[:-1], words[10]]) + "\n")
+    assert open_pretrained(str(at)).tokenizer.mask_token_id == whole.mask_token_id
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

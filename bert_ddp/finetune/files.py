@@ -101,7 +101,7 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}{_fix(line) if number == 1 else ''}"
             raise UserError(f"{path}, line {number}: {reason}") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: this is not a JSON object{_fix(line) or ONE_A_LINE}")
+            raise UserError(f"{path}, line {number}: this is not a JSON object{ONE_A_LINE}")
         if HALF.search(line) and HALF_READ.search(json.dumps(row, ensure_ascii=False)):
             raise UserError(f"{path}, line {number}: half a character, such as of an emoji that was cut: complete it")
         yield f"{path}, line {number}", row

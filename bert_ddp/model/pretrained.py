@@ -108,18 +108,13 @@ def _require_names(config: PretrainedConfig, task: str, name: str) -> None:
 
 def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises UserError where it has words that the model lacks, or lacks special words."""
-    require_words(Path(name), f"--model {name}")
     with one_line(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"--model {name}: its vocabulary has {len(tokenizer):,} words, but its config says {config.vocab_size:,}"
         )
-    if not tokenizer.is_fast:
-        raise UserError(f"--model {name}: its tokenizer has no tokenizer.json or vocab.txt")
-    for token in ("cls", "sep", "pad", "unk", "mask"):
-        if getattr(tokenizer, f"{token}_token_id") is None:
-            raise UserError(f"--model {name}: its vocabulary has no [{token.upper()}]")
+    require_words(tokenizer, name, "--model")
     # saved with the checkpoint, so that a pipeline cuts texts that are too long for the position table
     tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     return tokenizer

@@ -1,65 +1,36 @@
-"""The words of a vocabulary, as vocab.txt and tokenizer.json have them."""
+"""The words that a tokenizer's files hold."""
 
-import codecs
 import json
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from common.errors import UserError
-from common.files import reading
-
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def require_words(folder: Path, name: str) -> None:
-    """Raise UserError unless this folder, which a flag has called `name`, holds a vocabulary with BERT's special words.
-    transformers would make an empty one, or append a word that is missing, which gives later words other numbers."""
-    if not folder.is_dir():
-        return
-    file = folder / "tokenizer.json"
-    with reading(file, f"{name}/{file.name}"):
-        is_there = file.is_file()
-    if is_there:
-        try:
-            content = json.loads(file.read_bytes())
-            vocab = content["model"]["vocab"]
-            words = {*(vocab if isinstance(vocab, dict) else [word for word, _ in vocab])}
-            words |= {one["content"] for one in content.get("added_tokens") or ()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{name}/{file.name} is not a tokenizer: {type(error).__name__}: copy it again") from None
-        if missing := [word for word in SPECIAL if word not in words]:
-            raise UserError(f"{name}/{file.name} has no {missing[0]}: give a vocabulary that was made for BERT")
-    elif (folder / "vocab.txt").is_file():
-        read_words(folder / "vocab.txt", f"{name}/vocab.txt")
-    elif not any(folder.glob("*.model")):  # of SentencePiece, which transformers converts
-        raise UserError(f"{name} has no tokenizer: copy tokenizer.json or vocab.txt into it, from where the model is")
+def require_words(tokenizer: PreTrainedTokenizerBase, source: str, flag: str) -> None:
+    """Raise UserError unless this tokenizer has the special words of a BERT, by whatever names; and where it was opened
+    from a folder, `source` of `flag`, unless its files hold them. transformers makes a tokenizer of no files too, and
+    appends a special word that is missing, which with vocab.txt gives later words other numbers."""
+    name, words = f"{flag} {source}", _words_in(Path(source), f"{flag} {source}")
+    for kind in ("cls", "sep", "pad", "unk", "mask"):
+        word = getattr(tokenizer, f"{kind}_token")
+        if getattr(tokenizer, f"{kind}_token_id") is None or (words is not None and word not in words):
+            shown = word or f"[{kind.upper()}]"
+            raise UserError(f"{name}: its vocabulary has no {shown}: give one that was made for BERT")
+    if not tokenizer.is_fast:
+        raise UserError(f"{name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
 
 
-def read_words(path: Path, name: str) -> list[str]:
-    """The words of a vocab.txt, which a flag has called `name`. The number of a word's line is its id, so no advice
-    here moves a line."""
-    words: list[str] = []
-    seen: dict[str, int] = {}
-    with reading(path, name):
-        data = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()  # blank lines at the end are no words
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            word = line.decode().strip()
-        except UnicodeDecodeError:
-            raise UserError(f"{name}, line {number} is not UTF-8 text: give one word a line") from None
-        if word in seen:
-            raise UserError(
-                f"{name}, line {number}: {word!r} is on line {seen[word]} already: write another word there, "
-                f"such as [unused{number}]: without the line, all later words would have other numbers"
-            )
-        seen[word] = number
-        words.append(word)
-    spaced = [number for number, word in enumerate(words, start=1) if len(word.split()) > 1]
-    if len(spaced) > len(words) / 2:
-        raise UserError(f"{name}, line {spaced[0]} has several columns or words: give one word a line")
-    for token in SPECIAL:
-        if token not in seen:
-            raise UserError(
-                f"{name} has no {token} on any of its {len(words)} lines: give a vocabulary that was made for "
-                "BERT; a new line anywhere but at the end would give other words other numbers"
-            )
-    return words
+def _words_in(folder: Path, name: str) -> set[str] | None:
+    """The words in tokenizer.json, or else vocab.txt; None for a name on the hub, and for SentencePiece's files."""
+    if not folder.is_dir() or any(folder.glob("*.model")):
+        return None
+    if (folder / "tokenizer.json").is_file():
+        content = json.loads((folder / "tokenizer.json").read_bytes())  # transformers has read it, so it is whole
+        vocab = content["model"]["vocab"]
+        words = vocab if isinstance(vocab, dict) else [word for word, _ in vocab]
+        return {*words, *(one["content"] for one in content.get("added_tokens") or ())}
+    if (folder / "vocab.txt").is_file():
+        return {line.strip() for line in (folder / "vocab.txt").read_text("utf-8-sig").splitlines()}
+    raise UserError(f"{name} has no tokenizer: copy tokenizer.json or vocab.txt into it, from where the model is")

@@ -1,5 +1,6 @@
 """The vocabulary: from a `vocab.txt`, a tokenizer's folder or name, or trained on the corpus."""
 
+import codecs
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 from tokenizers.trainers import WordPieceTrainer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from bert_ddp.model.words import SPECIAL, read_words, require_words
+from bert_ddp.model.words import require_words
 from common.errors import UserError
 from common.files import reading
 
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ALPHABET = 1000  # the most frequent characters; words with others become [UNK]
 
 
@@ -23,8 +25,7 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
         if Path(name).is_file() and Path(name).suffix == ".json":
             raise UserError(f"--vocab {name} is one file of a tokenizer: give its folder, or a vocab.txt")
         if Path(name).is_file():
-            return from_words(read_words(Path(name), f"--vocab {name}"), lowercase)
-    require_words(Path(name), f"--vocab {name}")
+            return from_words(_read_words(Path(name)), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network, the hub and its client raise many kinds
@@ -36,16 +37,42 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
             f"--vocab {name} is not a file, a tokenizer's folder or a name on the hub ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
-    for token in ("mask", "cls", "sep", "pad", "unk"):
-        if getattr(tokenizer, f"{token}_token_id") is None:
-            raise UserError(f"--vocab {name} has no {token} token: give a vocabulary that was made for BERT")
-    if not tokenizer.is_fast:
-        raise UserError(f"--vocab {name} has no tokenizer.json or vocab.txt: give a tokenizer that has one")
+    require_words(tokenizer, name, "--vocab")
     # A tokenizer.json may contain settings for truncation and padding, but rows need the whole text.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def _read_words(path: Path) -> list[str]:
+    """The words of a vocab.txt. The number of a word's line is its id, so no advice here moves a line."""
+    words: list[str] = []
+    seen: dict[str, int] = {}
+    with reading(path, f"--vocab {path}"):
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()  # blank lines at the end are no words
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            word = line.decode().strip()
+        except UnicodeDecodeError:
+            raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
+        if word in seen:
+            raise UserError(
+                f"--vocab {path}, line {number}: {word!r} is on line {seen[word]} already: write another word there, "
+                f"such as [unused{number}]: without the line, all later words would have other numbers"
+            )
+        seen[word] = number
+        words.append(word)
+    spaced = [number for number, word in enumerate(words, start=1) if len(word.split()) > 1]
+    if len(spaced) > len(words) / 2:
+        raise UserError(f"--vocab {path}, line {spaced[0]} has several columns or words: give one word a line")
+    for token in SPECIAL:
+        if token not in seen:
+            raise UserError(
+                f"--vocab {path} has no {token} on any of its {len(words)} lines: give a vocabulary that was made for "
+                "BERT; a new line anywhere but at the end would give other words other numbers"
+            )
+    return words
 
 
 def from_words(words: list[str], lowercase: bool) -> PreTrainedTokenizerFast:

@@ -335,6 +335,6 @@ def disconnect(worker: Worker, joined: Joined, elastic: bool = False, connection
             if dist.get_backend() == dist.Backend.GLOO:  # NCCL's are needed to take its communicator down
                 connections.close()
             if poll(lambda: others_have_lost_contact(joined.store), NOTICE_SECONDS):
-                raise UserError(f"this rank {LEFT_EARLY}", same_on_every_rank=True)
+                raise UserError(f"this rank {LEFT_EARLY}")
         dist.destroy_process_group()
         leave(worker, joined.store, LEAVE_SECONDS)
