@@ -113,8 +113,13 @@ def _let_know(worker: Worker, store: dist.Store, connections: Connections, error
 
 
 def others_have_lost_contact(store: dist.Store) -> bool:
-    """Whether a rank is searching for a lost one, or has."""
-    return store.add("lost/survivor", 0) > 0
+    """Whether a rank is searching for a lost one, or has, and has ended with the store."""
+    try:
+        return store.add("lost/survivor", 0) > 0
+    except RuntimeError as error:
+        if not is_contact_lost(error):
+            raise
+        return True
 
 
 def is_contact_lost(error: BaseException) -> bool:
