@@ -8,12 +8,14 @@ from common.errors import UserError
 
 
 @contextlib.contextmanager
-def reading(path: Path, name: str) -> Iterator[None]:
+def reading(path: Path, name: str, may_be_pipe: bool = False) -> Iterator[None]:
     """The body reads a file of others, or looks for it. Raises UserError where the system does not let it, and where
-    the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged. `name` is the file with its
-    flag."""
+    the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged; and for a pipe, which can be
+    read once only, and not at all while nobody writes into it. `name` is the file with its flag."""
     try:
         refuse_stand_in(path, name)
+        if path.is_fifo() and not may_be_pipe:
+            raise UserError(f"{name} is a pipe: give a file, which can be read again")
         yield
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror or error}") from None

@@ -69,6 +69,10 @@ def load(
     (train_images, train_labels), (test_images, test_labels) = parts
     _require_variety(train_images, train_labels, "training", folder)
     _require_variety(test_images, test_labels, "test", folder)
+    if all((train_images == image).flatten(1).all(dim=1).any() for image in test_images[:: len(test_images) // 20]):
+        raise UserError(
+            f"--data-dir {folder}: the test images are among the training images: copy the t10k files again"
+        )
     normal = _normalisation(train_images).to(dtype)
     train = ImageDataset(train_images, train_labels, normal, device)
     test = ImageDataset(test_images, test_labels, normal, device)

@@ -29,12 +29,12 @@ def mnist_files(folder, **damage):
     """MNIST's folder with all four files of the right size; `damage` replaces what is in some."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for prefix, count in (("train", 60_000), ("t10k", 10_000)):
+    for prefix, count, greys in (("train", 60_000, 251), ("t10k", 10_000, 241)):
         header = (2049).to_bytes(4) + count.to_bytes(4)
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(range(10)) * (count // 10))
         shape = b"".join(number.to_bytes(4) for number in (2051, count, 28, 28))
         (raw / f"{prefix}-images-idx3-ubyte").write_bytes(
-            shape + (bytes(range(251)) * (count * 28 * 28 // 251 + 1))[: count * 28 * 28]
+            shape + (bytes(range(greys)) * (count * 28 * 28 // greys + 1))[: count * 28 * 28]
         )
     for name, content in damage.items():
         (raw / name.replace("_", "-")).write_bytes(content)

@@ -574,10 +574,17 @@ def test_what_is_odd_about_text_as_a_whole_is_said_in_one_line_each(folder, tmp_
     (tmp_path / "text.csv").write_text((folder / "text.txt").read_text())
     both = ("--corpus", tmp_path / "text.csv", "--held-out-corpus", tmp_path / "text.csv")
     load(tmp_path, *both, "--sequence-length", 16, "--vocab", tmp_path / "vocab.txt")
-    first, second, third = said_of(capsys)
+    first, second, *words = said_of(capsys)
     assert "text.csv is trained on and held out" in first
     assert "text.csv is read as plain text, with all its marks" in second
-    assert re.search(r"\d\d% of the words of .*text.csv are not in the vocabulary", third)
+    for flag, line in zip(("--corpus", "--held-out-corpus"), words, strict=True):
+        assert re.search(rf"\d\d% of the words of {flag} .*text.csv are not in the vocabulary", line)
+
+
+def test_a_file_that_is_named_twice_is_said(folder, tmp_path, capsys):
+    twice = ("--corpus", folder / "text.txt", folder / "text.txt", "--cache-dir", tmp_path)
+    load(folder, *twice, "--sequence-length", 16, "--vocab-size", 300)
+    assert said_of(capsys) == [f"{folder / 'text.txt'} is named twice: what is held out of it is trained on too"]
 
 
 def test_nothing_is_odd_about_usual_text(folder, tmp_path, capsys):

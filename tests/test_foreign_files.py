@@ -1,8 +1,10 @@
 """Files of others that are wrong as a whole: one line that names the file. Odd ones that are right: read."""
 
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from bert_ddp.finetune.examples import Text, label_names
 from bert_ddp.finetune.sources import DataOptions
 from bert_ddp.model.pretrained import open_model, open_pretrained
 from bert_ddp.predict.answers import entities
-from bert_ddp.text.sources import find_files
+from bert_ddp.text.sources import documents, find_files
 from bert_ddp.text.vocabulary import load as load_vocabulary
 from common.compare.run import read_run
 from common.errors import LONGEST_MESSAGE, UserError
+from common.predict import figures
 from common.record import checkpoint
+from mnist_ddp import data as mnist
 from tests.small_bert import save_model
 from tests.test_corpus import folder, load  # noqa: F401
 
@@ -101,6 +105,15 @@ def test_weights_that_are_not_finite_are_refused_by_name(number, model, tmp_path
     net.save_pretrained(without(model, tmp_path / "failed"))
     with pytest.raises(UserError, match=r"failed: its bert.encoder.layer.1.output.dense.bias holds NaN or infinity"):
         open_model(str(tmp_path / "failed"), "fill-mask", start.config)
+
+
+def test_a_config_with_fewer_layers_than_the_weights_is_refused(model, tmp_path):
+    fewer = without(model, tmp_path / "fewer")
+    config = json.loads((fewer / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (fewer / "config.json").write_text(json.dumps(config))
+    opened = open_pretrained(str(fewer))
+    with pytest.raises(UserError, match=r"another model: its config has no place for bert.encoder.layer.1.attention"):
+        open_model(opened.source, "fill-mask", opened.config)
 
 
 HEADS = [
@@ -195,6 +208,47 @@ def test_what_is_no_table_and_no_json_lines_is_said_with_its_line_and_what_to_do
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=rf"{name}, {said}"):
         list(files.read_records(tmp_path / name))
+
+
+def test_a_pipe_that_nobody_writes_into_is_refused_where_a_file_is_read_more_than_once(tmp_path):
+    for name in (*mnist.FILES, "text.txt"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte is a pipe: give a file, which can be read again"):
+        mnist._read(tmp_path)
+    with pytest.raises(UserError, match=r"--corpus .*text.txt is a pipe: give a file"):
+        find_files([str(tmp_path / "text.txt")])
+
+
+def test_labels_may_come_from_a_pipe(tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, b"anna B-person\n")
+    os.close(writing)
+    assert [one.words for one in files.read_conll(Path(f"/dev/fd/{reading}"))] == [["anna"]]
+    os.close(reading)
+
+
+def test_a_folder_without_data_files_is_named_and_not_the_hub(tmp_path):
+    with pytest.raises(UserError, match=rf"hf:{tmp_path} cannot be read: .*: put files such as train.csv"):
+        load_task(DataOptions("classify", f"hf:{tmp_path}"), None, 16)
+    with pytest.raises(UserError, match=rf"--corpus hf:{tmp_path} could not be loaded .*: put files such as"):
+        next(documents([f"hf:{tmp_path}"]))
+
+
+def test_test_images_that_are_a_part_of_the_training_images_are_refused(tmp_path, monkeypatch):
+    images, labels = torch.randint(256, (40, 8, 8), dtype=torch.uint8), torch.arange(40) % 10
+    parts = {"split": [(images, labels), (images[:20], labels[:20])], "own": [(images, labels), (255 - images, labels)]}
+    monkeypatch.setattr(mnist, "_from_torchvision", lambda name, where: parts[name])
+    mnist.load("own", tmp_path, torch.float32)
+    with pytest.raises(UserError, match=rf"--data-dir {tmp_path}: the test images are among the training images"):
+        mnist.load("split", tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "-3", "Infinity"])
+def test_figures_that_cannot_be_are_refused(wrong, tmp_path):
+    links = f'[{{"mbit_per_second": {wrong}, "latency_ms": 1}}]'
+    (tmp_path / "a.json").write_text(f'{{"layout": {{"gpus_per_node": [1, 1]}}, "links": {links}, "all_reduce": []}}')
+    with pytest.raises(UserError, match=r"--doctor .*a.json: it says that .* was measured: give what"):
+        figures.of_doctor(tmp_path / "a.json")
 
 
 def test_a_folder_without_the_data_of_a_role_is_named_with_what_it_holds(tmp_path):

@@ -498,6 +498,9 @@ ODD_WORDS = [
     (TWELVE + "\nnew york B-place\n", conll("ben/O"), "line 61 has 3 columns, most lines have 2"),
     (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case alone: B-person, B-Person"),
     (TWELVE, conll("\u4e2d\u6587/O \u4e2d/O"), "100% of its tokens are not in the vocabulary"),
+    (conll("anna/I-person went/O", "ben/I-person"), conll("ben/O"), ""),
+    (conll("anna/I-person ben/B-person"), conll("ben/O"), ""),  # IOB1: B- separates
+    (TWELVE + "\nben I-person\n", conll("ben/O"), "line 61: 1 entities begin with I-, 24 with B-"),
 ]
 
 
@@ -512,12 +515,16 @@ ODD_TEXTS = [
     (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
     (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case alone: x1, X1"),
     (table(*many("text {n},x{odd}"), "a,['x1']"), "a label is ['x1']: a list of labels counts as one class"),
+    (table(*many("text {n},x{odd}"), "a,NaN"), "a label is NaN, as pandas writes one that is missing"),
+    (table(*many("text {n},{odd}"), "a,0.25"), "a label is 0.25: each number counts as a class, whatever its size"),
+    (table(*many("text {n},{odd}"), "a,1.0"), "one number is written in several ways, each a class: 1, 1.0"),
+    ("text,more,label\na,b c d,1\nb,e f g,2\n", "column more holds text too, and is not read: --text-column text more"),
 ]
 
 
 @pytest.mark.parametrize(("train", "said"), ODD_TEXTS)
 def test_what_is_odd_about_labelled_texts_as_a_whole_is_said_in_one_line(train, said, tmp_path, tokenizer):
-    dev = table(train.splitlines()[1])
+    dev = "\n".join(train.splitlines()[:2])
     (note,) = notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev)
     assert said in note
 

@@ -16,6 +16,7 @@ from bert_ddp.finetune.sources import (
     DataOptions,
     find_sources,
     has_unlabelled_test,
+    odd_columns,
     odd_files,
     read_sentences,
     read_texts,
@@ -61,7 +62,7 @@ def load(options: DataOptions, tokenizer: PreTrainedTokenizerBase, length: int) 
         names, sets = _load_sentences(sources, tokenizer, length, notes)
     else:
         names, sets = _load_texts(sources, options, tokenizer, length, notes)
-    notes += odd_files(options, sources)
+    notes += [*odd_files(options, sources), *odd_columns(options, sources)]
     notes += _odd_words(sets, sources, tokenizer)
     if cut := [f"{some.cut:,} of {len(some.gold):,} {role}" for role, some in sets.items() if some.cut]:
         notes.append(f"texts cut to {length} tokens: {', '.join(cut)}: a larger --max-length reads more of them")

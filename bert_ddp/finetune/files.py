@@ -116,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line) of a UTF-8 text file. Raises UserError where it is not one."""
     number = 0
     try:
-        with reading(path, str(path)), path.open("rb") as file:
+        with reading(path, str(path), may_be_pipe=True), path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if b"\0" in line:
                     raise UserError(

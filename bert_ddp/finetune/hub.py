@@ -4,6 +4,7 @@ A source is written `hf:name`, `hf:name,config` or `hf:folder`.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,9 @@ def _open(source: str) -> "datasets.DatasetDict":
     try:
         return datasets.load_dataset(name, config or None)
     except OSError as error:
+        if Path(name).is_dir():
+            fix = "put files such as train.csv or train.jsonl into that folder"
+            raise UserError(f"{source} cannot be read: {_first_line(error)}: {fix}") from None
         raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
     except DatasetsError as error:  # its later lines, or its cause, say what was wrong
         text = str(error) if "\n" in str(error) or not error.__cause__ else f"{error}: {error.__cause__}"

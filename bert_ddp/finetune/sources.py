@@ -88,6 +88,18 @@ def odd_files(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]
             yield f"{source} is the {role} data, and {files_[1]} is not read: --{role} names another"
 
 
+def odd_columns(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    """A line for a column of text that is not read."""
+    if options.task == "ner" or options.text_columns:
+        return
+    place, row = next(_records(sources["train"], "train"))
+    read = _text_columns(row, place)
+    names = {*read, next((name for name in options.label_columns if name in row), None)}
+    for name in [name for name, value in row.items() if isinstance(value, str) and len(value.split()) > 2]:
+        if name not in names:
+            yield f"{place}: column {name} holds text too, and is not read: --text-column {read[0]} {name} reads both"
+
+
 def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
     """True if the test split of --data hf:NAME has no labels. A test set that --test names must have them."""
     test = sources.get("test")

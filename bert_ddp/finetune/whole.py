@@ -7,6 +7,7 @@
 `check_*` raise UserError for what cannot be right. `odd` says what may be right, but rarely is.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from bert_ddp.finetune.examples import Sentence, Text
 from common.errors import UserError
 
 ENOUGH = 10  # examples, from which a set as a whole says something
+NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]*)?")
 MANY = 20  # of examples with a label each; of words in the one sentence of a set
 
 
@@ -82,6 +84,14 @@ def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
         yield f"{source}: labels differ in case alone: {', '.join(twice[:4])}"
     if listed := [label for label in labels if label[:1] + label[-1:] == "[]"]:
         yield f"{source}: a label is {listed[0]}: a list of labels counts as one class"
+    if missing := [label for label in labels if label.casefold() == "nan"]:
+        yield f"{source}: a label is {missing[0]}, as pandas writes one that is missing: it counts as a class"
+    numbers = {label: float(label) for label in labels if NUMBER.fullmatch(label)}
+    if fractions := [label for label, number in numbers.items() if not number.is_integer()]:
+        yield f"{source}: a label is {fractions[0]}: each number counts as a class, whatever its size"
+    written = Counter(numbers.values())
+    if twice := [label for label, number in numbers.items() if written[number] > 1]:
+        yield f"{source}: one number is written in several ways, each a class: {', '.join(twice[:4])}"
 
 
 def _odd_sentences(sentences: Sequence[Sentence], source: str) -> Iterator[str]:
@@ -96,6 +106,20 @@ def _odd_sentences(sentences: Sequence[Sentence], source: str) -> Iterator[str]:
         places = (pair for one in sentences for pair in zip(one.columns, one.places, strict=True))
         width, place = next((width, place) for width, place in places if width != usual)
         yield f"{place} has {width} columns, most lines have {usual}: the first is the word, the last its label"
+    begins = [(tag, place) for one in sentences for tag, place in _beginnings(one)]
+    marks = Counter(tag[0] for tag, _ in begins)
+    if marks["I"] and marks["B"]:
+        place = next(place for tag, place in begins if tag[0] == min("BI", key=marks.__getitem__))
+        yield f"{place}: {marks['I']:,} entities begin with I-, {marks['B']:,} with B-: was it joined of two files?"
+
+
+def _beginnings(sentence: Sentence) -> Iterator[tuple[str, str]]:
+    """(label, place) of each word that begins an entity after a word of another kind or of none."""
+    before = "O"
+    for tag, place in sentence.labels:
+        if tag != "O" and tag[2:] != before[2:]:
+            yield tag, place
+        before = tag
 
 
 def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:

@@ -149,7 +149,8 @@ def load_weights(
     """A model with the weights at `name` in float32.
 
     Weights whose names begin with one of `may_lack` may be missing or have another size, and are then drawn from
-    torch's seed. Raises UserError where other weights are missing or have another size, or are not finite.
+    torch's seed. Raises UserError where other weights are missing or have another size, are of layers that the config
+    does not have, or are not finite.
     """
     loader: Any = kind  # from_pretrained returns two values with output_loading_info, which its types do not say
     with one_line(name, flag):
@@ -168,6 +169,8 @@ def load_weights(
             raise UserError(
                 f"{flag} {name}: its weights belong to another model: {key} has another size than its config says"
             )
+    if more := [key for key in sorted(info["unexpected_keys"]) if ".layer." in key]:
+        raise UserError(f"{flag} {name}: its weights belong to another model: its config has no place for {more[0]}")
     if key := not_finite(model):
         raise UserError(f"{flag} {name}: its {key} holds NaN or infinity: take the weights of an earlier step")
     return model

@@ -57,7 +57,8 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
     labels: Counter[int] = Counter()
     writers, counts = _write_tables(folder, _noted(pieces, begins, labels), len(words), digest)
     _check_not_empty(writers, settings)
-    counts[[number for name, number in special.items() if name != "unk"]] = 0
+    for some in counts.values():
+        some[[number for name, number in special.items() if name != "unk"]] = 0
     unknown = _check_words(counts, special["unk"], settings)
     meta = {
         "sequence_length": writers["train"].length,
@@ -66,7 +67,7 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
         "rows": {part: writers[part].rows for part in PARTS},
         "padded": {part: writers[part].padded for part in PARTS},
         "stored_masks": settings.masking == "stored",
-        "unigram_entropy": _entropy(counts),
+        "unigram_entropy": _entropy(counts["train"]),
         "fingerprint": digest.hexdigest(),
         "settings": asdict(settings),
     }
@@ -74,16 +75,19 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
     return [*_odd(settings, unknown, begins, labels, special["cls"])]
 
 
-def _check_words(counts: np.ndarray, unk: int, settings: Settings) -> float:
-    """The part of the words that the vocabulary lacks. Raises UserError where there is no word that it has."""
-    names = " ".join(settings.corpus)
-    if not counts.any():
-        raise UserError(f"--corpus {names} holds no words, only special tokens: give text")
-    unknown = float(counts[unk] / counts.sum())
-    if unknown == 1:
-        raise UserError(
-            f"--vocab {settings.vocab} has no word of --corpus {names}: give the vocabulary of its language"
-        )
+def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) -> dict[str, float]:
+    """The part of the words that the vocabulary lacks, by the flag and files that hold them. Raises UserError where
+    there is no word that it has."""
+    unknown = {}
+    for part, name in zip(PARTS, FLAGS, strict=True):
+        if not (files := getattr(settings, name)):
+            continue  # what is held out is a part of --corpus
+        source, some = f"{FLAGS[name]} {' '.join(files)}", counts[part]
+        if not some.any():
+            raise UserError(f"{source} holds no words, only special tokens: give text")
+        unknown[source] = float(some[unk] / some.sum())
+        if unknown[source] == 1:
+            raise UserError(f"--vocab {settings.vocab} has no word of {source}: give the vocabulary of its language")
     return unknown
 
 
@@ -97,13 +101,16 @@ def _noted(
         yield part, rows
 
 
-def _odd(settings: Settings, unknown: float, begins: Counter[int], labels: Counter[int], cls: int) -> Iterator[str]:
+def _odd(
+    settings: Settings, unknown: dict[str, float], begins: Counter[int], labels: Counter[int], cls: int
+) -> Iterator[str]:
     """What is odd about the corpus as a whole, in one line each."""
     corpus, held_out = ([Path(path) for path, *_ in files] for files in settings.files.values())
     yield from sources.odd_files(corpus, held_out)
     names = " ".join(settings.corpus)
-    if unknown > MANY_UNKNOWN:
-        yield f"{unknown:.0%} of the words of {names} are not in the vocabulary: is it the right one?"
+    for source, part in unknown.items():
+        if part > MANY_UNKNOWN:
+            yield f"{part:.0%} of the words of {source} are not in the vocabulary: is it the right one?"
     if wrong := begins.total() - begins[cls]:
         yield f"{wrong:,} rows of {names} do not begin with [CLS]: is --vocab the one that they were made with?"
     if settings.shards and settings.objective == "mlm+nsp" and len(labels) == 1:
@@ -112,12 +119,12 @@ def _odd(settings: Settings, unknown: float, begins: Counter[int], labels: Count
 
 def _write_tables(
     folder: Path, pieces: Iterator[tuple[str, Rows]], vocab_size: int, digest: blake2b
-) -> tuple[dict[str, TableWriter], np.ndarray]:
+) -> tuple[dict[str, TableWriter], dict[str, np.ndarray]]:
     """Write each part's rows into its Arrow file and add them to `digest`.
 
-    Returns the closed writers by part, and how often each word occurs in the training rows, int64 (vocab_size,).
+    Returns the closed writers by part, and how often each word occurs in its rows, int64 (vocab_size,).
     """
-    counts = np.zeros(vocab_size, dtype=np.int64)
+    counts = {part: np.zeros(vocab_size, dtype=np.int64) for part in PARTS}
     writers: dict[str, TableWriter] = {}
     try:
         for part, rows in pieces:
@@ -125,8 +132,7 @@ def _write_tables(
                 writers[part] = TableWriter(folder / f"{part}.arrow", vocab_size, rows)
             writers[part].write(rows)
             digest.update(part.encode() + b"".join(rows[name].tobytes() for name in sorted(rows)))
-            if part == "train":
-                counts += np.bincount(originals(rows).ravel(), minlength=vocab_size)
+            counts[part] += np.bincount(originals(rows).ravel(), minlength=vocab_size)
     finally:
         for writer in writers.values():
             writer.close()

@@ -71,6 +71,8 @@ def odd_files(corpus: Iterable[Path], held_out: Iterable[Path]) -> Iterator[str]
     corpus, held_out = list(corpus), list(held_out)
     if both := [file for file in corpus if file in held_out]:
         yield f"{both[0]} is trained on and held out: its evaluation says nothing about other text"
+    if twice := [file for file in corpus if corpus.count(file) > 1]:
+        yield f"{twice[0]} is named twice: what is held out of it is trained on too"
     if structured := [file for file in (*corpus, *held_out) if file.suffix.lower() in STRUCTURED]:
         yield f"{structured[0]} is read as plain text, with all its marks: hf:FOLDER reads a column `text`"
 
@@ -174,9 +176,8 @@ def _from_datasets(name: str) -> Iterator[str]:
         rows = datasets.load_dataset(path, config, split=split)  # on disk; read several times
     except Exception as error:  # the network, the hub and its client raise many kinds
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise UserError(
-            f"--corpus {name} could not be loaded ({reason[:200]}): check the name and the network, or give files"
-        ) from None
+        fix = "put files such as train.jsonl into it" if Path(path).is_dir() else "check the name and the network"
+        raise UserError(f"--corpus {name} could not be loaded ({reason[:200]}): {fix}, or give files") from None
     if "text" not in rows.column_names:
         raise UserError(f"--corpus {name} has no column `text`, only {', '.join(rows.column_names)}: give another one")
     kind = getattr(rows.features["text"], "dtype", "of several values")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -48,13 +49,15 @@ def of_run(folder: Path) -> dict[str, Any]:
             problem = f"has not trained for {FIRST_STEP} steps, or has ranks without samples"
             raise UserError(f"--run {folder} {problem}: name another run")
         pairs = (zip(row["shares"], row["compute_ms"], strict=True) for row in rows)
-        by_rank = zip(*([share / ms * 1e3 for share, ms in row] for row in pairs), strict=True)
+        by_rank = zip(*([share / _measured(ms) * 1e3 for share, ms in row] for row in pairs), strict=True)
         gpus = start["flags"].get("gpus")
         gpus = gpus or [len(list(some)) for _, some in groupby(one["host"] for one in start["ranks"])]
         return {
             "gpus": tuple(gpus),
             "speed": tuple(median(speeds) for speeds in by_rank),
-            "fixed_ms": tuple(median(ms) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)),
+            "fixed_ms": tuple(
+                median(map(_measured, ms)) for ms in zip(*(row["loading_ms"] for row in rows), strict=True)
+            ),
             "gradients": float(gradients),
             "global_batch": sum(rows[-1]["shares"]),
         }
@@ -74,6 +77,13 @@ def of_doctor(file: Path) -> dict[str, Any]:
         raise UserError(f"--doctor {file}: {_reason(error)}: {fix}") from None
 
 
+def _measured(value: float) -> float:
+    """The value itself. Raises ValueError for a time or a rate that cannot be."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"it says that {value} was measured")
+    return value
+
+
 def _reason(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
@@ -83,11 +93,11 @@ def slowest_link(links: Sequence[dict[str, Any]]) -> Link | None:
     measured = [one for one in links if one.get("mbit_per_second")]
     if not measured:
         return None
-    rate = min(one["mbit_per_second"] for one in measured) * 1e6 / 8
-    return Link(rate, max(one["latency_ms"] for one in measured) / 1e3)
+    rate = min(_measured(one["mbit_per_second"]) for one in measured) * 1e6 / 8
+    return Link(rate, max(_measured(one["latency_ms"]) for one in measured) / 1e3)
 
 
 def all_reduces_of(rows: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
     """(bytes, seconds) of each of the doctor's all-reduces that took place."""
-    found = {float(row["bytes"]): row["ms"] / 1e3 for row in rows if row["ms"] is not None}
+    found = {float(row["bytes"]): _measured(row["ms"]) / 1e3 for row in rows if row["ms"] is not None}
     return tuple(sorted(found.items()))

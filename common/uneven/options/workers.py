@@ -1,5 +1,5 @@
 """Processes that make batches beside the training, for anyone's DataLoader: quick to start, kept over the epochs, and
-and end with their rank.
+ended with their rank.
 
     options = worker_options(workers=2, device=device, preload=["torchvision"])
     train_loader = part_loader(train_set, sampler, seed, **options)
