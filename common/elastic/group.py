@@ -46,7 +46,7 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
     joined = _join(membership, worker, options, opened, device, backend, problem)
     group = group_of(worker, options, device, backend, joined, elastic=True)
     connections = Connections()
-    leave = partial(disconnect, worker, joined, elastic=True)
+    leave = partial(disconnect, worker, joined)
     with finishing(group), surviving(membership, worker, joined.views, joined.store, connections, leave):
         with membership.connecting():
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)

@@ -165,7 +165,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         connect(worker, options, device, backend, joined)
         connections.note()
         yield group
-        disconnect(worker, joined, connections=connections)
+        disconnect(worker, joined, connections)
     remove_meeting_file(worker)
 
 
@@ -319,14 +319,15 @@ def _forget_failed_group() -> None:
     dist.destroy_process_group()
 
 
-def disconnect(worker: Worker, joined: Joined, elastic: bool = False, connections: Connections | None = None) -> None:
+def disconnect(worker: Worker, joined: Joined, connections: Connections | None = None) -> None:
     """Destroy the process group once all ranks are done with it (waits at most LEAVE_SECONDS): a rank that closed its
     connections earlier could break another's last collective. Every rank must call this. `join` and `connect` may
     follow.
 
     A rank that is not done by then has work of its own, or waits in a collective for this rank, which will not come.
-    Its `connections` to this one, if they are gloo's, are closed; where it waited, both raise UserError."""
-    instead = (lambda: cut_off(joined.store)) if elastic else None
+    The `connections` to it, if they are gloo's, are closed; where it waited, both raise UserError. Without
+    `connections` (--elastic) the others go on, also where the store does not answer."""
+    instead = None if connections else (lambda: cut_off(joined.store))
     with limit(3 * LEAVE_SECONDS + NOTICE_SECONDS, worker.rank, "leaving the process group", instead=instead):
         joined.store.add("done", 1)
         all_are = poll(lambda: joined.store.add("done", 0) >= worker.world_size, LEAVE_SECONDS)
