@@ -13,6 +13,8 @@ def reading(path: Path, name: str, may_be_pipe: bool = False) -> Iterator[None]:
     the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged; and for a pipe, which can be
     read once only, and not at all while nobody writes into it. `name` is the file with its flag."""
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # since Python 3.14, `exists` and its like hide why a path cannot be looked at
         refuse_stand_in(path, name)
         if path.is_fifo() and not may_be_pipe:
             raise UserError(f"{name} is a pipe: give a file, which can be read again")

@@ -105,7 +105,7 @@ def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_pat
     os.kill(run.processes[0].pid, signal.SIGTERM)
     (result,) = run.results()
     assert result.code == 75, result.output
-    assert "interrupted: SIGUSR1 on rank 0: ended after step" in result.output, result.output
+    assert "interrupted: SIGTERM on rank 0: ended after step" in result.output, result.output
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 

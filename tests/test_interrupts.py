@@ -50,7 +50,7 @@ def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_p
     os.kill(run.processes[1].pid, getattr(signal, number))
     results = run.results()
     assert [result.code for result in results] == [code, code], [result.output for result in results]
-    said = re.search(r"interrupted: SIGUSR1 on rank [12]: ended after step (\d+), which is saved", results[0].output)
+    said = re.search(rf"interrupted: {number} on rank [12]: ended after step (\d+), which is saved", results[0].output)
     assert said, results[0].output
     saved = (tmp_path / "run" / "checkpoints" / "latest").resolve().name
     assert saved == f"step-{int(said[1]):08d}"

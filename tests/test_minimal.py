@@ -74,6 +74,7 @@ for batch in batches:
     for micro, is_last in batch.micro_batches():
         with model.no_sync(enabled=not is_last):
             model(micro).sum().backward()
+    net.zero_grad()
 """
 
 

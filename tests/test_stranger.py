@@ -512,8 +512,93 @@ class Noisy(nn.Linear):
 """
 
 
-def test_a_generator_that_the_model_keeps_is_refused_by_name(refused):
-    refused("the model keeps a generator, noise", "draw from torch's default generator", more=NOISY, net="Noisy()")
+GENERATORS = {
+    "torch": "torch.Generator().manual_seed(0)",
+    "numpy": "np.random.default_rng(0)",
+    "python": "random.Random(0)",
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_that_the_model_keeps_is_refused_by_name(refused, kind):
+    noisy = NOISY.replace(GENERATORS["torch"], GENERATORS[kind])
+    refused("the model keeps a generator, noise", "draw from torch's default generator", more=noisy, net="Noisy()")
+
+
+TWICE = """with model.no_sync(enabled=not is_last):
+            loss = compute_loss(model, micro)
+            (loss / {count}).backward()
+"""
+TWO_EXCHANGES = {
+    "in one": TWICE.replace(
+        "(loss / {count})", "(loss / {count}).backward()\n            (compute_loss(model, micro))"
+    ),
+    "one each": f"{TWICE}        {TWICE}",
+}
+
+
+@pytest.mark.parametrize("which", TWO_EXCHANGES)
+def test_gradients_that_would_be_summed_twice_are_refused(outputs, monkeypatch, which):
+    monkeypatch.setitem(globals(), "BODY", BODY.replace(TWICE, TWO_EXCHANGES[which]))
+    results, _ = outputs((1, 1), micro_batch="None")
+    assert all(result.code == 2 for result in results)
+    assert "the gradients of this step would be summed over the ranks twice: add up the losses" in results[0].output
+
+
+def test_two_losses_of_which_the_first_is_only_accumulated_are_exact(exact, monkeypatch):
+    first = TWICE.replace("enabled=not is_last", "")
+    monkeypatch.setitem(globals(), "BODY", BODY.replace(TWICE, f"{first}        {TWICE}"))
+    exact()
+
+
+def test_gradients_that_are_emptied_within_a_micro_batch_are_refused(outputs, monkeypatch):
+    loss = "            loss = compute_loss(model, micro)\n"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace(loss, f"            optimizer.zero_grad()\n{loss}"))
+    results, _ = outputs((2, 1))
+    assert all(result.code == 2 for result in results)
+    assert "a gradient has changed between two micro-batches of a step" in results[0].output
+
+
+KEEPING = """
+class Keeping(nn.Linear):
+    kept = None
+
+    def forward(self, points):
+        self.kept = {what}
+        return super().forward(points)
+"""
+
+
+@pytest.mark.parametrize(("what", "name"), [
+    ("points.mean(dim=0)", "0.kept"),
+    ("(points.detach(), points.detach() + 1)", "0.kept[0], 0.kept[1]"),
+    ("points.mean(dim=0) if self.kept is None else self.kept", ""),
+    ("points @ self.weight.T", ""),  # belongs to the graph
+])  # fmt: skip
+def test_a_tensor_that_the_model_changes_from_step_to_step_is_said(outputs, what, name):
+    net = "nn.Sequential(Keeping(6, 16), nn.ReLU(), nn.Linear(16, 10))"
+    results, losses = outputs((1, 1), more=KEEPING.replace("{what}", what), net=net)
+    said = "outside of its parameters and buffers: no checkpoint has it"
+    assert len(losses) == 9 and (said in results[0].output) == bool(name), results[0].output
+    assert not name or f"training changes {name}, which" in results[0].output
+
+
+def test_a_model_that_goes_on_in_evaluation_mode_is_said(outputs):
+    results, losses = outputs((1, 1), after="net.eval()")
+    assert len(losses) == 9
+    assert results[0].output.count("the model trains in evaluation mode") == 1
+
+
+def test_dropout_within_a_layer_in_an_evaluation_is_said(outputs):
+    more = """
+class Recurrent(nn.LSTM):
+    def forward(self, points):
+        return super().forward(points)[0]
+"""
+    net = "nn.Sequential(Recurrent(6, 8, num_layers=2, dropout=0.3), nn.Linear(8, 10))"
+    begin = "exec('with torch.no_grad(): net(data.points[:4].double())')"
+    results, _ = outputs((1,), more=more, net=net, begin=begin, wrap="pad_empty_batch=True")
+    assert "a forward without gradients while 0 (Recurrent) is in training mode" in results[0].output
 
 
 @pytest.mark.parametrize("layer", ["nn.BatchNorm1d(16)", "nn.SyncBatchNorm(16)"])

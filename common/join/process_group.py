@@ -24,7 +24,7 @@ from common.join.ended import leave, post
 from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
-from common.join.turn import Turn
+from common.join.turn import SAY_EVERY_SECONDS, Turn
 from common.join.view import difference, node_of, view_of
 from common.join.waiting import limit, poll
 from common.launch.layout import Worker
@@ -91,7 +91,9 @@ class Group:
                 turn.wait_for_all(f"{what} on the other nodes")
 
     @contextlib.contextmanager
-    def run_independently(self, what: str) -> Iterator[Callable[[], None]]:
+    def run_independently(
+        self, what: str, say_every_seconds: float = SAY_EVERY_SECONDS
+    ) -> Iterator[Callable[[], None]]:
         """Every rank runs the body, and all leave together: for work that takes one rank far longer than another.
         Every rank must call this.
 
@@ -99,6 +101,7 @@ class Group:
         When one rank fails or ends, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
+        turn.say_every_seconds = say_every_seconds
         with turn.heartbeat():
             with turn.announcing(f"rank {self.worker.rank}"):
                 yield turn.raise_failure
@@ -131,6 +134,16 @@ class Group:
                 yield number
 
         return count
+
+    def all_come(self, what: str) -> bool:
+        """Whether all ranks come here, within ten seconds of the first one; the same on every rank. For collectives
+        where a rank may be alone. Every rank that is not lost must call this."""
+        key = f"come/{what}/{next(self.turns)}"
+        with limit(2 * LEAVE_SECONDS, self.worker.rank, what, instead=lambda: cut_off(self.store)):
+            if self.store.add(key, 1) == self.worker.world_size:
+                self.store.compare_set(f"{key}/verdict", "", "all")
+            poll(lambda: self.store.check([f"{key}/verdict"]), LEAVE_SECONDS)
+            return self.store.compare_set(f"{key}/verdict", "", "alone") == b"all"  # the first one to set it counts
 
     def agree(self, **values: object) -> None:
         """Raise the same UserError on every rank unless these values are the same on all. Every rank must call this."""

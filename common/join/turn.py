@@ -44,6 +44,7 @@ class Turn:
         self.worker, self.views, self.others_go_on = worker, views, others_go_on
         self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
+        self.say_every_seconds = SAY_EVERY_SECONDS
         self.failure: dict | None = None  # this rank's, or another's that it has read
         self.lock = threading.Lock()  # the heartbeat thread polls for failures too
 
@@ -105,7 +106,7 @@ class Turn:
         has no heartbeat for --timeout, or the work takes longer than --work-timeout.
         """
         check_heartbeats = self._heartbeat_checker(watched)
-        is_time_to_speak = Every(SAY_EVERY_SECONDS)
+        is_time_to_speak = Every(self.say_every_seconds)
 
         def meanwhile(elapsed_seconds: float) -> None:
             self.raise_failure()

@@ -36,6 +36,7 @@ class Interruption:
         self.first_end = 0.0  # when the first SIGTERM or SIGINT came
         self.deadline = float("inf")
         self.workers: list[BaseProcess] = []
+        self.tell: Callable[[int], None] = lambda number: None  # the workers, which signal it was
         handle(self._handle)
 
     def ignore(self) -> None:
@@ -83,6 +84,7 @@ class Interruption:
         return any(worker.exitcode == Interrupted.exit_code for worker in self.workers)
 
     def _ask(self) -> None:
+        self.tell(self.received)
         for worker in self.workers:
             if worker.pid and worker.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -23,6 +23,7 @@ class Board:
     def __init__(self, context: BaseContext, workers: list[Worker]):
         self.first = workers[0].rank
         self._leader: Any = context.RawArray("c", MOST_CHARACTERS)
+        self._signal: Any = context.RawValue("i", 0)
         self._doing = context.RawArray("b", len(workers))
         self._ranks = context.RawArray("i", [worker.rank for worker in workers])
 
@@ -34,6 +35,14 @@ class Board:
     @leader.setter
     def leader(self, address: str) -> None:
         self._leader.value = address.encode()
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal to the supervisor, with which it asks its workers to end; 0 before one came."""
+        return self._signal.value
+
+    def note_signal(self, number: int) -> None:
+        self._signal.value = number
 
     def note(self, worker: Worker, doing: int) -> None:
         """Note what this worker does: it STARTS; it WAITS to be let into a run under way; it WORKS; it FINISHES what it

@@ -47,6 +47,7 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         context = _context(target)
         board = Board(context, workers)
+        interruption.tell = board.note_signal
         replacing = Replacing(board) if elastic else None
 
         def process_of(place: Worker) -> BaseProcess:

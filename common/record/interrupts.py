@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 from common.console import say
-from common.launch.interruption import ENDS, SIGNALS, TWICE_SECONDS, handle
+from common.launch.interruption import ASK, ENDS, SIGNALS, TWICE_SECONDS, handle
+from common.launch.replacing import Board
 
 SIGTERM_SECONDS = 25.0  # schedulers and torchrun send SIGKILL 30 s after SIGTERM
 
@@ -25,6 +26,7 @@ class Interrupts:
 
     def __init__(self, rank: int, speaks: bool):
         self.rank, self.speaks = rank, speaks
+        self.board: Board | None = None  # of a supervisor, which asks in another signal's name
         self.received = 0  # the number of the first signal
         self.first_end = 0.0  # when the first SIGTERM or SIGINT came
         # All ranks know of it, and are about to save: SIGTERM, which a launcher sends to the ranks that are left when
@@ -56,9 +58,10 @@ class Interrupts:
         os.close(reader)
 
     def _note(self, number: int) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
+        asked_by = (self.board.signal if self.board and number == ASK else 0) or number
+        name, now = signal.Signals(asked_by).name, time.monotonic()
         if not self.received:
-            self.received = number
+            self.received = asked_by
             if self.speaks:
                 again = "; once more ends at once" * (number in ENDS)
                 say(f"{name}: saving a checkpoint{again}", self.rank)

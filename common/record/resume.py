@@ -123,7 +123,8 @@ def _require_given(found: object, states: dict[str, Stateful]) -> None:
     if not any(_reaches(one, found) for one in states.values()):
         raise UserError(
             f"{type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
-            "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, scheduler=scheduler)"
+            "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, "
+            "scheduler=scheduler, average=average)"
         )
 
 

@@ -22,6 +22,8 @@ class Checkpointer:
         self.group, self.members, self.options, self.log = run.group, run.members, run.options, run.log
         self.net, self.states, self.nodes, self.wants_one = run.net, run.states, run.nodes, wants_one
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
+        self.saved_step = run.step
+        self.write_extra: checkpoint.WriteExtra | None = None  # that of the last checkpoint
         self.has_exchanged = self.has_said_differing = False
         self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
         if self.writer:
@@ -63,6 +65,8 @@ class Checkpointer:
                 where = log.output.folder / into
                 checkpoint.save(where, step, self.net, fields | layout, keep, write_extra, self.writer, **states)
         self.unsaved_seconds, self.wants_one = 0.0, False
+        if states:
+            self.saved_step, self.write_extra = step, write_extra
         self.members.note_saved(log.clock.saved_at)
 
     def finish(self) -> None:
@@ -85,5 +89,6 @@ class Checkpointer:
                 self.log.line(
                     f"warning: after step {step}, rank {who} has not the same {what} as the other ranks, bit by bit. "
                     "Does one rank alone take a step of an optimizer, a scheduler or an average, as under `if rank == "
-                    "0`? Do GPUs of different kinds round differently? Else it is an error of memory or of a device"
+                    "0`? Does a backward run outside of no_sync, or do ranks draw different numbers? Do GPUs of "
+                    "different kinds round differently? Else it is an error of memory or of a device"
                 )

@@ -23,6 +23,7 @@ class Ending:
         place = group.worker.rank, group.worker.local_rank == 0
         self.interrupts: Interrupts = members.interrupts or Interrupts(*place)
         self.interrupts.rank, self.interrupts.speaks = place
+        self.interrupts.board = group.worker.board
         if members.may_change:
             members.interrupts = self.interrupts
         else:

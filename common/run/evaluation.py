@@ -1,13 +1,15 @@
 """Batches of a held-out set for an evaluation on all ranks."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
+from common.errors import UserError
 from common.uneven.batches import move
 from common.uneven.evaluation import EvaluationSampler
-from common.uneven.loading import part_loader
+from common.uneven.loading import dataset_fingerprint, part_loader
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -19,7 +21,14 @@ class EvaluationLoader:
     def __init__(self, run: "Run", dataset: Dataset, **options: Any):
         self.run, samples, place = run, len(dataset), (run.worker.rank, run.worker.world_size)  # type: ignore[arg-type]
         self.sampler = EvaluationSampler(samples, *place, 1, run.dynamic_batches)
+        self.dataset = dataset
         self.loader = part_loader(dataset, self.sampler, **options)
+
+    def data_fingerprint(self) -> str:
+        """A short text that is the same for the same data; empty where samples are of an unknown kind."""
+        with contextlib.suppress(UserError):
+            return dataset_fingerprint(self.dataset, samples=16)
+        return ""
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_batch(self.run.eval_batch)

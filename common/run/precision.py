@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -29,16 +30,18 @@ class Precision:
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_losses`
+        self.has_had_loss = False  # since `take_losses`
         self.summed: torch.Tensor | None = None  # the same over all ranks, once backward has returned
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
         return torch.autocast(self.device.type, AUTOCAST[self.name]) if self.name in AUTOCAST else nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, scaled up under fp16."""
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward(**options)`, scaled up under fp16."""
         self.backpropagated += loss.detach().sum()
-        self.scaler.scale(loss).backward()
+        self.has_had_loss = True
+        self.scaler.scale(loss).backward(**options)
 
     def reduce_with_gradients(self) -> torch.Tensor:
         """What backward has had so far, for `StepTimer.at_exchange`. So every rank knows the loss of a step before it
@@ -51,6 +54,7 @@ class Precision:
         gradients, on all ranks."""
         taken = self.backpropagated, self.summed
         self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
+        self.has_had_loss = False
         return taken
 
     def step(self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
@@ -92,7 +96,7 @@ class Precision:
         if self.skips or (math.isfinite(loss) and (math.isfinite(grad_norm) or self.name == "fp16")):
             return
         what = f"gradient of step {step} is {grad_norm}" if math.isfinite(loss) else f"loss of step {step} is {loss}"
-        fix = "lower --lr, set --clip-norm, or look at the data around that step"
+        fix = "lower --lr, set --clip-norm, or look at the data around that step: is the count that it is divided by 0?"
         if not math.isfinite(loss):
             fix += ' (a loss with reduction="mean" is not a number on a rank whose part is empty: sum it)'
         raise RunError(f"the {what}: {fix}; the checkpoints before it are intact", same_on_every_rank=True)
@@ -105,9 +109,9 @@ def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch
     for key, one in trained.items():
         if key not in names:
             raise UserError(
-                f"an optimizer trains a parameter {tuple(one.shape)} that the model given to precision.step lacks, so "
-                "it would not be clipped: give the module that has all of them, such as an nn.ModuleDict of both "
-                "networks, or call precision.step once for each network with its own optimizer"
+                f"an optimizer trains a parameter {tuple(one.shape)} that the model of this step lacks, so it would "
+                "not be clipped: give run.optimizer_step(..., model=) the module that has all of them, such as an "
+                "nn.ModuleDict of both networks"
             )
         if not hasattr(one, IS_REDUCED):
             raise UserError(
@@ -116,7 +120,7 @@ def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch
             )
     if left := [one for one in model.parameters() if one.grad is not None and id(one) not in trained]:
         raise UserError(
-            f"precision.step was given no optimizer that trains {names[id(left[0])]}: give it all optimizers of this "
-            "model, precision.step(model, clip_norm, *optimizers), or a module that has no more than they train; "
-            "freeze with requires_grad_(False) what nothing trains"
+            f"run.optimizer_step was given no optimizer that trains {names[id(left[0])]}: give it all optimizers of "
+            "this model, run.optimizer_step(one, other, clip_norm=...), or model=, a module that has no more than they "
+            "train; freeze with requires_grad_(False) before wrap() what nothing trains"
         )

@@ -34,11 +34,12 @@ from common.run.schedule import find_due, wants_evaluation
 from common.state import Stateful
 from common.uneven import ddp
 from common.uneven.global_batches import GlobalBatchLoader
-from common.uneven.guards.same import require_same_numbers
+from common.uneven.guards.same import require_same, require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
 from common.uneven.seeding import derive_seed
 
+CALL_SECONDS = 15.0  # after which a rank says that it waits for the others' calls
 NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_momentum": 0.0}  # of cli.add_link_flags
 
 
@@ -55,6 +56,7 @@ class Run:
         self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
+        self.held_out: list[EvaluationLoader] = []
         self._summary: dict[str, object] = {}
         self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
 
@@ -75,8 +77,10 @@ class Run:
             self.device = self.group.device
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
+            self.seed("anything")  # that a trainer draws before it seeds
             yield self
             if hasattr(self, "ending"):  # training has begun
+                self._leave_loop()
                 self.finish_saving()
                 self.ending.interrupts.close()
                 self.log.summary(self.step, **self._summary)
@@ -108,7 +112,8 @@ class Run:
     def evaluation_loader(self, dataset: Dataset, **options: Any) -> EvaluationLoader:
         """Batches of a held-out set, on the device, each sample on exactly one rank. Ranks may get different numbers of
         batches, so a loop over it must contain no collective. `options` are further ones of DataLoader."""
-        return EvaluationLoader(self, dataset, **options)
+        self.held_out.append(EvaluationLoader(self, dataset, **options))
+        return self.held_out[-1]
 
     @functools.cached_property
     def dynamic_batches(self) -> Callable[[], Iterator[int]] | None:
@@ -162,11 +167,19 @@ class Run:
             raise UserError(
                 "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
             )
+        if hasattr(self, "log"):
+            raise UserError(
+                "run.wrap() twice: a run has one model, wrapped once. Give a second network to "
+                "common.uneven.ddp.wrap(net, batches, compute_loss), and freeze or add layers before wrap()"
+            )
         args, batches, given = self.args, self.batches, cli.micro_batches(self.args, self.worker.world_size)
         self.micro_batches = given or largest_micro_batches(self, net, compute_loss)
         batches.micro_batch = self.micro_batches[self.worker.rank]
         compiled = "dynamic" if args.compile and dynamic else args.compile
         links = {"compress": args.compress, "nodes": self.nodes}
+        if "the data" not in options.get("layout_dependent", ()):
+            held_out = {f"held-out set {number}": one.data_fingerprint() for number, one in enumerate(self.held_out, 1)}
+            require_same(held_out, "every rank must read the same data, in the same order")
         self.model = ddp.wrap(net, batches, compute_loss, compiled=compiled, **links, **options)
         cut = batches.plan, batches.sampler, batches.timer
         self.balancer = Balancer(*cut, self.model, on=args.balance == "auto")
@@ -189,11 +202,11 @@ class Run:
         """Use around forward: the types of --precision."""
         return self.precision.autocast()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, scaled up under fp16. What it is given in a step, over all micro-batches and ranks, is the
-        loss of the step in the log."""
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward(**options)`, scaled up under fp16. What it is given in a step, over all micro-batches and
+        ranks, is the loss of the step in the log."""
         self._stopped_clock.close()  # where a trainer has not evaluated
-        self.precision.backward(loss)
+        self.precision.backward(loss, **options)
 
     def optimizer_step(
         self, *optimizers: torch.optim.Optimizer, clip_norm: float = float("inf"), model: torch.nn.Module | None = None
@@ -203,6 +216,14 @@ class Run:
 
         Raises UserError where the step before has had no `end_step`.
         """
+        if not hasattr(self, "model"):
+            raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
+        known = [one for one in self.states.values() if isinstance(one, torch.optim.Optimizer)]
+        if known and any(all(one is not other for other in known) for one in optimizers):
+            raise UserError(
+                "run.optimizer_step() was given an optimizer that run.resume() was not, so that no checkpoint would "
+                "have its state: give run.resume() all of them, and step these"
+            )
         if self.batches.last.step != self.step:
             raise UserError(f"step {self.step + 1} has had no run.end_step(): call it at the end of each step")
         self.lr = optimizers[0].param_groups[0]["lr"]
@@ -219,6 +240,11 @@ class Run:
                 "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
                 "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
             )
+        if not self.precision.has_had_loss:
+            raise UserError(
+                "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
+                "fp16 know nothing"
+            )
         batch, self.step = self.batches.last, self.batches.last.step + 1
         ends = self.step == self.total_steps or bool(self.ending.interrupted_by)
         evaluates = self.nodes.end_step(wants_evaluation(self), now=ends)
@@ -227,8 +253,8 @@ class Run:
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
         self._find_due(evaluates)
 
-    def _find_due(self, evaluates: bool) -> None:
-        self.evaluation_is_due, self.checkpoint_is_due = find_due(self, evaluates)
+    def _find_due(self, evaluates: bool, ends: bool = False) -> None:
+        self.evaluation_is_due, self.checkpoint_is_due = find_due(self, evaluates, ends)
         if self.evaluation_is_due:
             self._stopped_clock.enter_context(self.log.pause())  # its time does not count as training
 
@@ -246,6 +272,7 @@ class Run:
     def log_evaluation(self, **numbers: float) -> None:
         """Write what an evaluation after this step has found, such as loss=, accuracy= and count=. Every rank must call
         this, with the same numbers, which must be those of all ranks; else it raises UserError."""
+        self._all_call("run.log_evaluation()")
         require_same_numbers(numbers, f"the evaluation after step {self.step}")
         self._stopped_clock.close()
         self.evaluation_is_due = False
@@ -261,11 +288,28 @@ class Run:
             raise UserError(
                 "--eval-only writes no checkpoint: call run.save() after a step, or where run.checkpoint_is_due"
             )
+        self._all_call("run.save()")
         fields = self.data_fingerprint | self.config | {"precision": self.precision.name} | numbers
         self.checkpointer.save(self.step, fields, into, write_extra)
         if into == "checkpoints":
             self.checkpoint_is_due = False
             self.ending.stop(self.step, self.checkpointer.finish)
+
+    def _all_call(self, what: str) -> None:
+        """Wait until all ranks have come to `what`: a rank that is alone there would meet another collective."""
+        with self.group.run_independently(f"all ranks, each of which must call {what}", CALL_SECONDS):
+            pass
+
+    def _leave_loop(self) -> None:
+        """Write and save what is not yet, where the loop has ended before its last step. Every rank must call this."""
+        if not self.log.noted and self.checkpointer.saved_step == self.step:
+            return
+        if not self.group.all_come("the end of the loop"):
+            self.line(f"note: ranks end the loop at different times: not all of step {self.step} is written or saved")
+            return
+        self._find_due(evaluates=False, ends=True)
+        if self.nodes.is_synchronized:
+            self.save(write_extra=self.checkpointer.write_extra)
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""

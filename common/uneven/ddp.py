@@ -52,6 +52,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             if parameter.requires_grad:
                 setattr(parameter, IS_REDUCED, True)
         self.in_micro_batch = False  # of `no_sync`
+        self.reduced_item = 0  # the number of the loader's item whose gradients were summed last
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and not self.in_micro_batch:
@@ -70,7 +71,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         Forward must be inside, because DDP decides there whether the next backward exchanges. With one process there
         is nothing to exchange, so DDP need not copy gradients.
 
-        Raises UserError where the last backward has not reached every parameter, where training has changed a buffer,
+        Raises UserError where the last backward has not reached every parameter, where gradients would be summed
+        twice, where training has changed a buffer,
         where a layer that needs the whole global batch gets a micro-batch, where the GPU's memory is too small for the
         micro-batch, and for a loop that does not take its batches from the loader that `wrap` was given.
         """
@@ -80,6 +82,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
                 "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"
             )
+        if self.reduced_item and (is_last or self.reduced_item < timer.item):
+            self.guard.require_no_gradients(same_step=self.reduced_item == timer.item)
         alone = dist.get_world_size() == 1
         timer.unmark("ready")
         timer.tell("pass")
@@ -94,6 +98,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             if alone:
                 timer.mark("ready")
             timer.mark("reduced")
+            self.reduced_item = timer.item
             self.guard.require_complete(all_reduced=timer.is_marked("ready"))
 
     @contextmanager
@@ -116,6 +121,7 @@ def wrap(
     layout_dependent: Collection[str] = (),
     compress: str = "off",
     nodes: LocalSGD | None = None,
+    **of_ddp: Any,
 ) -> UnevenDistributedDataParallel:
     """`net` in DistributedDataParallel, with rank 0's weights on every rank. Every rank must call this.
 
@@ -136,6 +142,11 @@ def wrap(
     does not reach. `layout_dependent` names layers, buffers and generators that may.
     """
     require_global_batches(batches)
+    if of_ddp:
+        raise UserError(
+            f"wrap() has no {', '.join(of_ddp)}: it chooses DistributedDataParallel's own options, and every forward "
+            "must use all parameters (add `0.0 * parameter.sum()` to the loss where one is not used)"
+        )
     timer = batches.timer
     require_same({"the plan": batches.plan, **description(net)})
     if "the data" not in layout_dependent:
@@ -174,7 +185,7 @@ def wrap(
         **keep_buffers,
     )
     sum_gradients = apart.sum_gradients if apart else gradient_sum(compress)
-    wrapped.register_comm_hook((timer, sum_gradients), _sum_over_ranks)
+    wrapped.register_comm_hook((timer, wrapped.guard, sum_gradients), _sum_over_ranks)
     with wrapped.micro_batch():
         for _ in range(2):
             _loss_of_empty_batch(wrapped, batches, compute_loss, pad_empty_batch).backward()
@@ -225,12 +236,13 @@ def loss_of(computed: Any) -> torch.Tensor:
 
 
 def _sum_over_ranks(
-    state: tuple[StepTimer, Callable[[dist.GradBucket], Summed]], bucket: dist.GradBucket
+    state: tuple[StepTimer, Guard, Callable[[dist.GradBucket], Summed]], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: sums a bucket. Notes when this rank's last gradients are ready."""
-    timer, sum_gradients = state
+    timer, guard, sum_gradients = state
     if bucket.is_last():
         timer.mark("ready")
+        guard.exchanges += 1
     if timer.at_exchange and bucket.index() == 0:
         number = timer.at_exchange()
         if sum_gradients is sum_bucket:

@@ -144,7 +144,7 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         if first_step == self.plan.steps_per_epoch - 1:
             next(self.items, None)  # there is none, and the loader's processes are ready for the next epoch
         self.timer.mark("loaded")
-        self.timer.has_reduced = False
+        self.timer.item, self.timer.has_reduced = self.timer.item + 1, False
         seed_noise(self.device, derive_seed(self.seed, "dropout", self.step, self.rank))
         self.last = self._batch(part)
         return self.last

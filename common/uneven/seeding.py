@@ -5,7 +5,9 @@ derive_seed(seed, "dropout", step, rank)     dropout: the same layout gives the 
 """
 
 import hashlib
+import random
 
+import numpy as np
 import torch
 
 
@@ -17,7 +19,8 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
 
 def seed_noise(device: torch.device, seed: int) -> None:
-    """Seed the generators from which a step draws its noise, such as dropout: that of the CPU, and that of `device`.
+    """Seed the generators from which a step draws its noise, such as dropout: torch's of the CPU and of `device`, and
+    those of `random` and `numpy.random`, of which a forward may choose a size or a mask.
 
     `torch.manual_seed` gives the same bits, but where no GPU is used it takes a millisecond, for a traceback that it
     keeps until a GPU is used.
@@ -25,3 +28,5 @@ def seed_noise(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

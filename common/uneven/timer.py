@@ -54,7 +54,8 @@ class StepTimer:
         self.done: list[Marks] = []  # since `take`
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
-        self.has_reduced = False  # in this step
+        self.item = 0  # items of the loader so far
+        self.has_reduced = False  # since the last one
         # Called when the exchange of a step's gradients begins; gives a number that is summed over the ranks with them.
         self.at_exchange: Callable[[], torch.Tensor] | None = None
         self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time

@@ -1,7 +1,7 @@
 """Gradients that a step would leave out, or use before they are summed; and buffers that training changes."""
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ class Guard:
         # Listed once: to walk through BERT-base takes Python 0.2 ms, and each step needs them several times.
         self.parameters, self.layers = list(net.named_parameters()), list(net.named_modules())
         self.needs_whole_parts = whole_parts or needs_whole_parts(net)
+        self.may_keep = layout_dependent
         self.may_change = {
             f"{name}.{buffer}".lstrip(".")
             for name, layer in self.layers
@@ -37,6 +38,10 @@ class Guard:
         # As backward has left them. The first steps suffice: who changes gradients there does so in every step.
         self.left: dict[str, tuple[int, int]] = {}
         self.hooked_steps = HOOKED_STEPS
+        self.exchanges = 0  # within a micro-batch
+        self.kept: dict[str, tuple[int, int]] = {}  # tensors that the model keeps, after the last step
+        self.changed: set[str] = set()  # those of them that this step has changed
+        self.has_trained = False  # in training mode
 
     def watch(self, device: torch.device, ranks: Any, models: WeakSet[Any]) -> None:
         """Begin, once DDP has sent rank 0's buffers. `models` are the wrapped ones of this loop, each with its guard;
@@ -45,6 +50,7 @@ class Guard:
         self.number = len(models) + 1  # in the order of `wrap`
         # The buffers themselves: the number of one that was replaced may be that of the next.
         self.buffers = {name: (buffer, version) for name, buffer, version in self._buffer_versions()}
+        self.trained = [name for name, one in self.parameters if one.requires_grad]
         self.hooks = [
             one.register_post_accumulate_grad_hook(partial(self._note_left, name))
             for name, one in self.parameters
@@ -56,10 +62,13 @@ class Guard:
         """Use around forward and backward of a micro-batch."""
         self.require_whole_part(is_last)
         self.require_noted_gradients()
+        self.say_no_training()
+        noted = self.noted
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
             require_same_network(self.number, self.device, self.ranks)  # a rank that skips one adds to another's sums
         others = [model.guard for model in self.models if model.guard is not self]
         before, collectives = [guard.gradients() for guard in others], _collectives()
+        self.exchanges = 0
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -68,6 +77,11 @@ class Guard:
                 f"a micro-batch does not fit into the memory of {self.device} ({wanted}): give a smaller "
                 "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
             ) from error
+        if self.exchanges > 1:
+            raise _summed_twice()
+        for name, (one, version) in noted.items():  # backward adds to what was there
+            if name in self.left and (self.left[name][0] != one or self.left[name][1] <= version):
+                raise _changed_gradients()
         if not is_last and _collectives() != collectives:
             raise UserError(
                 "forward or the loss has waited for other ranks in a micro-batch, of which ranks have different "
@@ -82,6 +96,30 @@ class Guard:
         changed."""
         self.require_all_reached(all_reduced)
         self.require_same_buffers()
+        if self.hooked_steps >= 0:
+            self.say_changed_tensors()
+
+    def require_no_gradients(self, same_step: bool) -> None:
+        """Raise UserError if there are gradients, which have been summed over the ranks already: in the same step, or
+        in the one before, as far as no micro-batch of this one has run. Of the latter the first steps suffice."""
+        if not same_step and (self.noted or self.hooked_steps <= 0):
+            return
+        if any(one.grad is not None and one.grad.any() for _, one in self.parameters):
+            if same_step:
+                raise _summed_twice()
+            raise UserError(
+                "the gradients of the step before are still there, and would be summed over the ranks once more: call "
+                "optimizer.zero_grad() at the end of each step"
+            )
+
+    def say_no_training(self) -> None:
+        """Warn once of a model that has trained in training mode, and now does not."""
+        if self.has_trained and not self.net.training:
+            warnings.warn(
+                "the model trains in evaluation mode, without dropout: call net.train() after an evaluation",
+                stacklevel=2,
+            )
+        self.has_trained = self.net.training
 
     def _buffer_versions(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         for layer_name, layer in self.layers:
@@ -105,7 +143,19 @@ class Guard:
         """
         missing = [name for name, one in self.parameters if one.requires_grad and one.grad is None]
         if missing or not all_reduced:
+            frozen = [name for name, one in self.parameters if name in self.trained and not one.requires_grad]
+            if frozen:
+                raise UserError(
+                    f"{shown(frozen)} was frozen after wrap(), and the ranks wait for its gradient: freeze before "
+                    "wrap(), or from now on train it with a learning rate of 0, or save, end, and go on with --resume "
+                    "in a script that freezes it before wrap()"
+                )
             where = "; so must the function that wrap() was given" if same_on_every_rank else ""
+            if missing == self.trained and not same_on_every_rank:
+                raise UserError(
+                    "no backward has run within this `with model.no_sync(enabled=not is_last):`: put forward and "
+                    "backward of each micro-batch into it"
+                )
             names = shown(missing) or "some parameters in the last micro-batch"
             names += " with an empty batch" if same_on_every_rank else ""  # that `wrap` tries
             raise UserError(
@@ -163,11 +213,44 @@ class Guard:
                 changed.append(name)
         if changed:
             raise UserError(
-                f"training changes the buffer {shown(changed)}, on each rank by its own samples, so the result would "
-                "depend on the layout, and a checkpoint would have rank 0's: compute it from the global batch (see "
-                "common.uneven.options.global_batch), or name it in wrap(..., layout_dependent=[...]) if that does not "
-                "matter"
+                f"training changes the buffer {shown(changed)}: by each rank's own samples, the result would depend on "
+                "the layout, and a checkpoint would have rank 0's. Compute it from the global batch (see "
+                "common.uneven.options.global_batch), and if that is done, or does not matter, name it in "
+                "wrap(..., layout_dependent=[...])"
             )
+
+    def say_changed_tensors(self) -> None:
+        """Warn of a tensor that the model keeps, which is no buffer, where two steps in a row have changed it."""
+        kept = {name: (id(one), one._version) for name, one in _kept_tensors(self.layers)}
+        changed = {name for name in kept if self.kept.get(name) != kept[name]}
+        if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
+            warnings.warn(
+                f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
+                "checkpoint has it, and what each rank makes of its own samples depends on the layout. If it is only "
+                "looked at, name it in wrap(..., layout_dependent=[...])",
+                stacklevel=2,
+            )
+            self.hooked_steps = -1
+        self.kept, self.changed = kept, changed
+
+
+def _kept_tensors(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what layers keep as plain attributes, alone or in tuples and lists. What belongs to the graph
+    of a forward is none: it goes with it."""
+    for layer_name, layer in layers:
+        for own_name, value in vars(layer).items():
+            for number, one in enumerate(value if isinstance(value, tuple | list) else [value]):
+                if isinstance(one, torch.Tensor) and not one.requires_grad:
+                    name = f"{layer_name}.{own_name}".lstrip(".")
+                    yield name if one is value else f"{name}[{number}]", one
+
+
+def _summed_twice() -> UserError:
+    return UserError(
+        "the gradients of this step would be summed over the ranks twice: add up the losses of a micro-batch and call "
+        "backward once, or give all of its backwards but the last a `with model.no_sync():` of their own, without "
+        "enabled="
+    )
 
 
 def _collectives() -> int:

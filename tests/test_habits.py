@@ -1,0 +1,72 @@
+"""Habits of people who train otherwise, each in a trainer that is right but for it: nothing goes wrong in silence."""
+
+import re
+
+import pytest
+
+from tests.harness import losses, nodes_of, playing, rows
+from tests.trainers import NEXT_STEP, altered
+
+FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12)
+STEP = "            run.optimizer_step(optimizer, clip_norm=args.clip_norm)\n"
+ZERO = "            optimizer.zero_grad()\n"
+BACKWARD = "run.backward(loss_sum / batch.global_count)"
+DONE = "run.is_done or "
+WRAP = "        while True:\n"
+EVALUATE = "                run.log_evaluation(**evaluate(net, test_loader, run))\n"
+ALONE = """                found = evaluate(net, test_loader, run)
+                if worker.is_main:
+                    run.log_evaluation(**found)
+"""
+ROLLED = "test_set.labels.roll(worker.rank)"
+
+
+def run_of(changes, folder, *flags, gpus=(1, 1)):
+    """Both nodes of a trainer with these changes."""
+    return playing(altered(folder / "habit_ddp", changes), nodes_of(gpus, folder / "run", *FLAGS, *flags), folder)
+
+
+REFUSED = [
+    ({ZERO: ""}, "the gradients of the step before are still there, .*: call optimizer.zero_grad"),
+    ({BACKWARD: "(loss_sum / batch.global_count).backward()"}, "this step has had no run.backward"),
+    ({STEP: f"            optimizer = AdamW(net.parameters())\n{STEP}"}, "an optimizer that run.resume.. was not"),
+    ({WRAP: f"        run.wrap(net, compute_loss)\n{WRAP}"}, "run.wrap.. twice: a run has one model"),
+    ({"untrained_loss=math": "find_unused_parameters=True, untrained_loss=math"}, "has no find_unused_parameters"),
+    ({NEXT_STEP: f"            net.features.requires_grad_(run.step < 5)\n{NEXT_STEP}"}, "was frozen after wrap"),
+    (
+        {"(test_set)\n": f"((setattr(test_set, 'labels', {ROLLED}), test_set)[1])\n"},
+        "held-out set 1 is .* on rank 1, but .* on rank 0: every rank must read the same data",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED)
+def test_a_habit_that_would_go_wrong_is_refused(changes, said, tmp_path):
+    for result in run_of(changes, tmp_path).results():
+        assert result.code == 2 and "Traceback" not in result.output, result.output
+    assert re.search(f"error: .*{said}", (tmp_path / "node-0-0.log").read_text())
+
+
+def test_a_loop_that_is_left_early_has_written_and_saved_all_of_its_steps(tmp_path):
+    """Also where the step's numbers were not exchanged yet."""
+    for result in run_of({DONE: "run.step == 5 or run.is_done or "}, tmp_path).results():
+        assert result.code == 0, result.output
+    assert len(losses(tmp_path / "run")) == 5
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000005"
+    assert rows(tmp_path / "run", "summary")[0]["step"] == 5
+
+
+def test_a_call_that_one_rank_alone_makes_says_who_must_make_it(tmp_path):
+    soon = f"        import common.run.run as runs\n\n        runs.CALL_SECONDS = 1.0\n{WRAP}"
+    alone = {EVALUATE: ALONE, WRAP: soon}
+    run = run_of(alone, tmp_path)
+    run.wait_for("waiting for all ranks, each of which must call run.log_evaluation()")
+
+
+def test_what_a_step_draws_from_python_and_numpy_is_the_same_again(tmp_path):
+    draws = "__import__('random').random() * __import__('numpy').random.rand()"
+    changes = {BACKWARD: f"run.backward(loss_sum / batch.global_count * {draws})"}
+    trainer = altered(tmp_path / "habit_ddp", changes)
+    for name in ("first", "again"):
+        playing(trainer, nodes_of((1,), tmp_path / name, *FLAGS), tmp_path).results()
+    assert losses(tmp_path / "first") == losses(tmp_path / "again")
