@@ -100,7 +100,7 @@ CLIPPED = "run.optimizer_step(optimizer, "
 
 @pytest.mark.parametrize("clipped, said", [
     ("net", "the gradient of classifier.1.weight is not summed over the ranks"),
-    ("model", "that the model given to precision.step lacks, so it would not be clipped"),
+    ("model", "that the model of this step lacks, so it would not be clipped"),
 ])  # fmt: skip
 def test_a_network_that_is_not_wrapped_is_refused(clipped, said, tmp_path):
     script = altered(tmp_path / "half_ddp", {**HALF, CLIPPED: f"{CLIPPED}model={clipped}, "})

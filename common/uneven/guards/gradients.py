@@ -39,7 +39,7 @@ class Guard:
         self.left: dict[str, tuple[int, int]] = {}
         self.hooked_steps = HOOKED_STEPS
         self.exchanges = 0  # within a micro-batch
-        self.kept: dict[str, tuple[int, int]] = {}  # tensors that the model keeps, after the last step
+        self.kept: dict[str, tuple[torch.Tensor, int]] = {}  # tensors that the model keeps, after the last step
         self.changed: set[str] = set()  # those of them that this step has changed
         self.has_trained = False  # in training mode
 
@@ -221,8 +221,9 @@ class Guard:
 
     def say_changed_tensors(self) -> None:
         """Warn of a tensor that the model keeps, which is no buffer, where two steps in a row have changed it."""
-        kept = {name: (id(one), one._version) for name, one in _kept_tensors(self.layers)}
-        changed = {name for name in kept if self.kept.get(name) != kept[name]}
+        kept = {name: (one, one._version) for name, one in _kept_tensors(self.layers)}
+        before = {name: self.kept.get(name, (None, 0)) for name in kept}
+        changed = {name for name in kept if kept[name][0] is not before[name][0] or kept[name][1] != before[name][1]}
         if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
             warnings.warn(
                 f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
@@ -231,7 +232,7 @@ class Guard:
                 stacklevel=2,
             )
             self.hooked_steps = -1
-        self.kept, self.changed = kept, changed
+        self.kept, self.changed = (kept, changed) if self.hooked_steps > 0 else ({}, set())
 
 
 def _kept_tensors(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
