@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from common.launch.layout import Worker
 HEARTBEAT_SECONDS = 1.0
 LINGER_SECONDS = 20.0  # more than rank 0, whose process may hold the store, stays after a failure (launch/worker.py)
 SAY_EVERY_SECONDS = 40.0
+SOON_SECONDS = 0.2  # in which the last rank comes, where all do the same: waited for without polling
 
 
 class Turn:
@@ -128,6 +130,8 @@ class Turn:
         """
         if self.store.add("through", 1) == self.worker.world_size:
             self.store.set("done/all", "")
+        with contextlib.suppress(RuntimeError):  # later than that, or without a store: what follows finds out
+            self.store.wait(["done/all"], timedelta(seconds=SOON_SECONDS))
         self.wait_for("all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
 
     def known_failure(self) -> dict | None:
