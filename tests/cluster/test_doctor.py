@@ -10,6 +10,7 @@ from tests.harness import Result, start, wait_until
 
 PORT = 29600
 LAYOUT = ("--device", "cpu", "--master-port", PORT)
+SOON = ("--join-timeout", 5)  # for those who wait in vain
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_an_interface_that_does_not_reach_the_others_is_named_with_the_one_that_
 
 def test_a_cut_link_is_named_on_both_sides(hosts, node):
     hosts.cut()
-    first, second = both(hosts, node(0), node(1))
+    first, second = both(hosts, node(0, *SOON), node(1, *SOON))
     assert_named([first], "node 1 (rank 2) did not join")
     assert_named([second], f"10.77.0.1:{PORT} does not answer")
     assert_named([second], "no network interface is up")
@@ -133,7 +134,7 @@ def test_a_firewall_between_the_nodes_is_named(hosts, node):
 
 @pytest.mark.parametrize("present, missing", [(0, "node 1 (rank 2)"), (1, "the master (node 0)")])
 def test_a_missing_node_is_named(hosts, node, present, missing):
-    assert_named(both(hosts, node(present)), missing)
+    assert_named(both(hosts, node(present, *SOON)), missing)
 
 
 def test_a_wrong_layout_on_one_node_is_named_on_both(hosts, node):
@@ -145,7 +146,7 @@ def test_a_busy_port_is_named(hosts, node):
     holder = hosts.on("nodea", "python", "-m", "http.server", PORT)
     wait_until(lambda: f":{PORT} " in hosts.run("nodea", "ss", "-tlnH").output, holder)
     try:
-        first, second = both(hosts, node(0), node(1))
+        first, second = both(hosts, node(0), node(1, *SOON))
     finally:
         holder.process.kill()
         holder.process.communicate()

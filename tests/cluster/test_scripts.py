@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.conftest import PYTHON, STATE, batch_job, needs
 from tests.cluster.test_launchers import MASTER, PORT, words
-from tests.harness import MNIST, ROOT, losses, wait_until
+from tests.harness import MNIST, ROOT, losses, rows_so_far, wait_until
 from tests.trainers import Patient
 
 SCRIPTS = ROOT / "launch_scripts"
@@ -171,38 +171,49 @@ def test_slurm_uneven(slurm, warm, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("sends", ["scancel", "time limit"])
-def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(sends, slurm, warm, tmp_path):
-    trainer = Patient(tmp_path)
-    training = [*Patient.FLAGS, *words("--log-every 1 --save-every 1h")]
-    command = (SCRIPTS / "slurm_even.sbatch", trainer.script, *training, *CPU, "--out-dir", tmp_path / "run")
-    log, metrics = tmp_path / "log", tmp_path / "run" / "metrics.jsonl"
-    submitted = slurm("sbatch", "--parsable", f"--output={log}", "--time=10", *command, PYTHON=str(warm)).result()
-    number = submitted.output.split()[-1]
+class Requeued:
+    """A job that Slurm signals, in a folder of its own."""
 
-    def state(show: str = "%T") -> str:
-        return slurm("squeue", "--noheader", f"--format={show}", "--jobs", number).result().output.strip()
+    def __init__(self, slurm, warm, folder: Path):
+        folder.mkdir()
+        self.slurm, self.trainer, self.run, self.log = slurm, Patient(folder), folder / "run", folder / "log"
+        training = [*Patient.FLAGS, *words("--log-every 1 --save-every 1h")]
+        command = (SCRIPTS / "slurm_even.sbatch", self.trainer.script, *training, *CPU, "--out-dir", self.run)
+        small = words("--ntasks-per-node=1 --gres=gpu:1")  # two of them run at once
+        options = ("--parsable", f"--output={self.log}", "--time=10", *small)
+        self.number = slurm("sbatch", *options, *command, PYTHON=str(warm)).result().output.split()[-1]
 
-    def update(*changes: str) -> None:
-        slurm("scontrol", "update", f"JobId={number}", *changes).result()
+    def show(self, what: str) -> str:
+        return self.slurm("squeue", "--noheader", f"--format={what}", "--jobs", self.number).result().output.strip()
 
-    wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 20)
-    if sends == "scancel":
-        slurm("scancel", "--signal=USR1", number).result()
-    else:  # only now: Slurm sends the signal up to a minute and a half before the end, to a run that has started or not
-        minutes = int(state("%M").split(":")[0])
-        update(f"TimeLimit={minutes + 2}")
-    wait_until(lambda: "interrupted: SIGUSR1 on rank" in log.read_text())
-    wait_until(lambda: state() == "PENDING")
-    update("TimeLimit=10")
-    wait_until(
-        lambda: "resuming from" in log.read_text()
-    )  # Slurm starts it again once `cred_expire` of slurm.sh is over
-    last = trainer.end(tmp_path / "run")
-    wait_until(lambda: f"done     {last} steps" in log.read_text())
-    wait_until(lambda: state() == "")  # it draws its curves after the last line
-    said = log.read_text()
-    assert len(losses(tmp_path / "run")) == last, said
+    def update(self, *changes: str) -> None:
+        self.slurm("scontrol", "update", f"JobId={self.number}", *changes).result()
+
+    def trains(self) -> bool:
+        return len(rows_so_far(self.run, "train")) > 20
+
+    def goes_on(self) -> None:
+        """Wait until it has been requeued, started again and ended."""
+        wait_until(lambda: "interrupted: SIGUSR1 on rank" in self.log.read_text())
+        wait_until(lambda: self.show("%T") == "PENDING" or "resuming from" in self.log.read_text())
+        self.update("TimeLimit=10")
+        # Slurm starts it again once `cred_expire` of slurm.sh is over
+        wait_until(lambda: "resuming from" in self.log.read_text())
+        last = self.trainer.end(self.run)
+        wait_until(lambda: f"done     {last} steps" in self.log.read_text())
+        wait_until(lambda: self.show("%T") == "")  # it draws its curves after the last line
+        assert len(losses(self.run)) == last, self.log.read_text()
+
+
+def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, warm, tmp_path):
+    """By its time limit, and by scancel while that is waited for."""
+    limited, signalled = (Requeued(slurm, warm, tmp_path / name) for name in ("limited", "signalled"))
+    wait_until(lambda: limited.trains() and signalled.trains())
+    # Only now: Slurm sends the signal up to a minute and a half before the end, to a run that has started or not.
+    limited.update(f"TimeLimit={int(limited.show('%M').split(':')[0]) + 2}")
+    slurm("scancel", "--signal=USR1", signalled.number).result()
+    limited.goes_on()
+    signalled.goes_on()
 
 
 def test_slurm_torchrun(slurm, tmp_path):
