@@ -197,6 +197,23 @@ def test_what_rank_0_alone_finds_wrong_is_said_by_the_others_with_its_exit_code(
         assert re.search(r"error: lost rank 0, node 0 \(.*\): failed: rank 0 is at its wits' end; see", other.output)
 
 
+GONE = """
+        with group.run_independently("what each does"):
+            if worker.is_main:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                group.store.check(["anything"])
+                time.sleep(0.01)
+"""
+
+
+def test_a_store_that_ends_under_the_work_of_the_others_is_named_and_not_quoted(tmp_path):
+    first, *others = playing_body(GONE, tmp_path).results()
+    for other in others:
+        assert re.search(r"error: lost rank 0, node 0 \(.*\)", other.output), other.output
+        assert "got 0 bytes" not in other.output
+
+
 PATIENT = "joining.NOTICE_SECONDS = 100.0"  # a busy machine takes its time to notice what is closed
 
 

@@ -48,6 +48,7 @@ class Turn:
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.say_every_seconds = SAY_EVERY_SECONDS
         self.failure: dict | None = None  # this rank's, or another's that it has read
+        self.has_failed = False  # it is this rank's
         self.lock = threading.Lock()  # the heartbeat thread polls for failures too
 
     @contextlib.contextmanager
@@ -73,7 +74,7 @@ class Turn:
         try:
             yield
         except RuntimeError as error:
-            if self.failure and is_contact_lost(error):
+            if self.failure and not self.has_failed and is_contact_lost(error):
                 raise self._heard(self.failure) from None
             raise
         finally:
@@ -91,6 +92,7 @@ class Turn:
             with self.lock:
                 if self.failure:  # another rank was first, and has announced it
                     raise
+                self.has_failed = True
                 self.failure = {
                     "message": str(error) or type(error).__name__,
                     "mistake": isinstance(error, UserError),

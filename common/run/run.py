@@ -310,6 +310,8 @@ class Run:
         self._find_due(evaluates=False, ends=True)
         if self.nodes.is_synchronized:
             self.save(write_extra=self.checkpointer.write_extra)
+        else:
+            self.line(f"note: step {self.step} is not saved: it is between two exchanges of --sync-every")
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
