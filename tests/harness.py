@@ -242,8 +242,7 @@ class playing:
 
     def kill(self) -> None:
         """End every process of every node with SIGKILL. Fails where a node has ended by itself."""
-        for process in self.processes:
-            kill(process.pid)
+        kill(*(process.pid for process in self.processes))
         for process in self.processes:
             process.join()
             assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
@@ -272,12 +271,12 @@ class playing:
         return f"{len(self.logs)} nodes -> {[process.exitcode for process in self.processes]}"
 
 
-def kill(pid: int) -> None:
-    """End a process and all that it has started with SIGKILL, at once: they are stopped first, because one that still
-    runs could start another meanwhile, or say something about the end of the first."""
-    root = psutil.Process(pid)
+def kill(*pids: int) -> None:
+    """End processes and all that they have started with SIGKILL, at once: all are stopped first, because one that still
+    runs could start another meanwhile, or say something about the end of the first, and end by itself."""
+    roots = [psutil.Process(pid) for pid in pids]
     family: list[psutil.Process] = []
-    while new := [one for one in [root, *_children(root)] if one not in family]:
+    while new := [one for root in roots for one in [root, *_children(root)] if one not in family]:
         family += new
         for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -208,7 +208,7 @@ GONE = """
 
 
 def test_a_store_that_ends_under_the_work_of_the_others_is_named_and_not_quoted(tmp_path):
-    first, *others = playing_body(GONE, tmp_path).results()
+    _, *others = playing_body(GONE, tmp_path).results()
     for other in others:
         assert re.search(r"error: lost rank 0, node 0 \(.*\)", other.output), other.output
         assert "got 0 bytes" not in other.output
