@@ -90,7 +90,7 @@ def odd_files(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]
 
 def odd_columns(options: DataOptions, sources: Mapping[str, str]) -> Iterator[str]:
     """A line for a column of text that is not read."""
-    if options.task == "ner" or options.text_columns:
+    if options.task == "ner" or options.text_columns or Path(sources["train"]).is_fifo():  # a pipe is read once only
         return
     place, row = next(_records(sources["train"], "train"))
     read = _text_columns(row, place)
