@@ -1,5 +1,8 @@
 """For all tests: what they start ends with them, a failure shows all output, and --costs measures."""
 
+import signal
+import sys
+
 import pytest
 
 from tests import costs, harness
@@ -7,11 +10,19 @@ from tests.costs import pytest_addoption  # noqa: F401 (a hook of pytest)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hear_hangups()
     costs.configure(config)
     if hasattr(config, "workerinput"):  # a process of `pytest -n`
         harness.use_shared_server()
     elif getattr(config.option, "numprocesses", None) and not config.option.costs:  # which counts its own children
         harness.share_server()
+
+
+def hear_hangups() -> None:
+    """Under `nohup make test` every process would ignore SIGHUP, which tests send. A process that is started from one
+    that handles a signal has the system's own handling of it; one that is started from one that ignores it, ignores it."""
+    if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
