@@ -55,6 +55,13 @@ class RunEnded(ExplainedError):
     kind = "ended"
 
 
+class Left(ExplainedError):
+    """A signal has taken this node out of the run, which goes on without it (--elastic). Exit code 0."""
+
+    exit_code = 0
+    kind = "left"
+
+
 class MembersChanged(Exception):
     """Ranks were lost or have come (--elastic): go on as `worker`, from the state of the optimisation in memory."""
 

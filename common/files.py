@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from common.errors import UserError
 
@@ -33,3 +34,16 @@ def refuse_stand_in(path: Path, name: str) -> None:
         raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
     if first.startswith(b"\x1f\x8b\x08"):
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
+
+
+def is_locked(file: int | IO[str]) -> bool:
+    """Lock this file, for as long as it is open. False where another process has locked it; True where the file system
+    knows no locks."""
+    import fcntl  # which Windows does not have
+
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -19,8 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def hear_hangups() -> None:
-    """Under `nohup make test` every process would ignore SIGHUP, which tests send. A process that is started from one
-    that handles a signal has the system's own handling of it; one that is started from one that ignores it, ignores it."""
+    """Under `nohup make test` every process would ignore SIGHUP, which tests send. One that is started by a process
+    that handles a signal does not ignore it."""
     if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
 

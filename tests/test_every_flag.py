@@ -19,6 +19,7 @@ from tests.harness import (
     FINETUNE,
     MNIST,
     ROOT,
+    Node,
     flags_of,
     nodes_of,
     play,
@@ -54,7 +55,9 @@ SEEN = {
     "--precision": lambda of: "gloo, fp64" in of.whole.said and "gloo, fp32" in of.nodes.said,
     "--on-nan": lambda of: "this step changes no weight (--on-nan skip)" in of.large.said,
     "--compile": lambda of: "torchdynamo start tracing" in of.compiled(),
-    "--elastic": lambda of: rows(of.elastic.folder, "members"),
+    "--elastic": lambda of: "lost rank 2" in rows(of.elastic.folder, "members")[0]["cause"],
+    "--join": lambda of: 3 in [one["original"] for one in rows(of.elastic.folder, "members")[-1]["ranks"]],
+    "--stop": lambda of: "--stop: ended after step " in of.elastic.said,
     "--out-dir": lambda of: (of.whole.folder / "run.json").exists(),
     "--resume": lambda of: "resuming from" in of.resumed.said and rows(of.resumed.folder, "train")[-1]["step"] == 6,
     "--save-every": lambda of: of.whole.saved == ["step-00000004", "step-00000006"],
@@ -147,7 +150,14 @@ def runs(trainer, tmp_path_factory):
     (start,) = json.loads((folder / "elastic" / "run.json").read_text())["starts"]
     psutil.Process(start["ranks"][2]["pid"]).kill()
     wait_until(lambda: rows_so_far(folder / "elastic", "members"), under_way)
-    under_way.end()
+    address = (f"127.0.0.1:{nodes[0].flags[nodes[0].flags.index('--master-port') + 1]}",)
+    joining = playing(script, [Node(["--join", *address, "--device", "cpu"])], folder)
+    wait_until(
+        lambda: 3 in [one["original"] for one in rows_so_far(folder / "elastic", "members")[-1]["ranks"]], joining
+    )
+    (stopped,) = playing(script, [Node(["--stop", *address])], folder).results()
+    assert [result.code for result in [*under_way.results(), *joining.results()]] == [75, 75, 75], under_way.said()
+    found.elastic.said = stopped.output
     one = nodes_of((1,), folder / "compiled", *flags, "--global-batch", 8, "--max-steps", 1, "--compile")[0]
     one.environ = {"TORCH_LOGS": "dynamo"}  # read when torch is imported
     command = ("python", script, *one.flags)

@@ -15,12 +15,12 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
 
 from common.console import say
-from common.elastic.membership import ADDRESSES, Membership, address_of
+from common.elastic.membership import ADDRESSES, Membership, Numbers, address_of
 from common.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, Visit, reach_unless_dead, states
 from common.errors import Interrupted, MembersChanged, RunEnded, RunError, UserError
 from common.join.connections import cut_off
@@ -46,7 +46,9 @@ def meet(members: Membership, lost: Why, late: bool = False) -> MembersChanged:
     until = time.monotonic() + SILENT_SECONDS
     # The rank that leads waits for busy ones, at most --timeout.
     seconds = members.options.timeout_seconds + members.options.join_timeout_seconds
-    for view in members.views[: members.rank]:
+    for view in members.staying:
+        if view["rank"] >= members.rank:
+            break
         address = address_of(view)  # where it has ended too, the next rank leads
         while (store := reach_unless_dead(address, until)) is not None:
             with suppress(RuntimeError):
@@ -63,18 +65,21 @@ def attend(
     """Come to the standby of the rank that leads, and wait for its verdict. None where it does not begin to lead within
     `patience` seconds: a frozen process, whose store may answer all the same; and where this process is to come again.
     Raises RuntimeError when the store has ended, or does not answer."""
-    layout = members.original.layout
+    original, layout = members.original, members.original.layout
     me = {
         "standby": members.address,
-        "original": members.original.rank,
-        "node_rank": layout.node_rank,
+        "original": original.rank if members.has_number else -1,
+        "node_rank": layout.node_rank if members.has_number else -1,
+        "local_rank": original.local_rank,
+        "launch": layout.joins,
+        "gpu": members.gpu,
         "host": socket.gethostname(),
-        "predecessor": members.original.predecessor,
+        "predecessor": original.predecessor,
         "late": late,
     }
     if not members.views:
         me["claim"] = members.claim()
-    most = members.patience_seconds(late), members.original.rank, "a request to the rank that leads (--timeout)"
+    most = members.patience_seconds(late), original.rank, "a request to the rank that leads (--timeout)"
 
     def cut() -> None:
         cut_off(store)
@@ -106,16 +111,19 @@ def _lead(members: Membership, lost: Why, frozen: Collection[int], late: bool) -
     standby, original = members.standby, members.original
     standby.store.set(LEADS, "")
     here, missing = _wait_for_members(members, frozen, late)
-    problem = _minority(members.views, here, missing)  # the members that are here read it too
-    new = [] if problem else _newcomers(members, missing)
-    chosen = [_member(members.views[rank]) for rank in sorted(here)] + [_member(one) for _, one in new]
+    problem = _minority(members.staying, here, missing)  # the members that are here read it too
+    new = [] if problem else _newcomers(members, [*missing, *members.leaving])
+    chosen = [_member(members.views[rank]) for rank in sorted(here)] + [_member(one) for one in new]
     causes = list(filter(None, [lost(missing)]))
     if new:
-        who = places({**one, "rank": one["original"], "nodes": original.layout.nodes} for _, one in new)
-        before = " and ".join(sorted({one["predecessor"] for _, one in new if one["predecessor"] and not causes}))
+        who = places({**one, "rank": one["original"], "nodes": members.numbers.nodes} for one in new)
+        before = " and ".join(sorted({one["predecessor"] for one in new if one["predecessor"] and not causes}))
         causes.append(f"let in {who}" + f", whose process {before}" * bool(before))
     minimum = members.options.elastic or 1
-    few = f"{len(chosen)} of {original.world_size} ranks are left, fewer than --elastic {minimum}"
+    few = f"{len(chosen)} of {members.numbers.expected} ranks are left, fewer than --elastic {minimum}"
+    gone = [members.views[rank] for rank in missing]
+    # One that joins again after it was lost gets another number.
+    members.numbers.expected -= len(members.leaving) + sum(view["original"] >= original.run_size for view in gone)
     verdict = {
         "generation": members.generation + 1,
         "members": chosen,
@@ -123,6 +131,7 @@ def _lead(members: Membership, lost: Why, frozen: Collection[int], late: bool) -
         "ends": few if len(chosen) < minimum else "",
         "problem": problem,
         "address": members.address,
+        "numbers": asdict(members.numbers),
         "lost": [members.views[rank] for rank, state in missing.items() if state != DEAD],
     }
     if not problem:
@@ -139,7 +148,7 @@ def _wait_for_members(members: Membership, frozen: Collection[int], late: bool) 
     busy, at most --timeout (longer where it may not know yet that connecting has failed; less where a collective has
     waited for it already, `late` here or on another rank), and for one that is silent, two seconds; not for those that
     are `frozen`."""
-    ranks = {address_of(view): view["rank"] for view in members.views}
+    ranks = {address_of(view): view["rank"] for view in members.staying}
     began = time.monotonic()
     heard = dict.fromkeys(ranks.values(), began)
     pause = 0.02
@@ -163,21 +172,25 @@ def _wait_for_members(members: Membership, frozen: Collection[int], late: bool) 
 def _minority(views: list[dict], here: set[int], missing: dict[int, str]) -> str:
     """Why this side of a network that is split must not go on: the other one may; empty where it may go on."""
     voters = len(views) - list(missing.values()).count(DEAD)
-    if 2 * len(here) > voters or (2 * len(here) == voters and 0 in here):
+    if 2 * len(here) > voters or (2 * len(here) == voters and views[0]["rank"] in here):
         return ""
-    who = places(views[rank] for rank in sorted(missing))
+    who = places(view for view in views if view["rank"] in missing)
     return (
         f"lost contact with {who}: these may go on, and {len(here)} of {voters} ranks are no majority, so this "
         "side ends: is the network split? Start it again where the others are not running"
     )
 
 
-def _newcomers(members: Membership, gone: Collection[int]) -> list[tuple[int, dict]]:
+def _newcomers(members: Membership, gone: Collection[int]) -> list[dict]:
     """The processes that wait and are alive, by their original ranks; of several with one rank the last. The others are
-    told, but for those whose machines refuse the connection: they have ended."""
+    told, but for those whose machines refuse the connection: they have ended. Those of machines that join are given
+    numbers."""
     waiting = members.admissible(gone)
     found = states([one["standby"] for _, one in waiting])
     alive = [one for one, state in zip(waiting, found, strict=True) if state == ALIVE]
+    joining = [one for _, one in alive if one["original"] < 0]
+    for one in sorted(joining, key=lambda one: (one["launch"], one["local_rank"])):
+        one |= {"original": members.numbers.next_rank(), "node_rank": members.numbers.node_of(one["launch"])}
     last = {one["original"]: (number, one) for number, one in alive}
     for (number, one), state in zip(waiting, found, strict=True):
         if state == DEAD:
@@ -188,12 +201,13 @@ def _newcomers(members: Membership, gone: Collection[int]) -> list[tuple[int, di
         elif state != ALIVE:
             host, port = split(one["standby"])
             fix = "open that port, or name the --interface that reaches the other nodes"
-            unreachable = f"rank {one['original']} cannot be reached at {host}, port {port}: {fix}"
+            who = f"rank {one['original']}" if one["original"] >= 0 else "this process"
+            unreachable = f"{who} cannot be reached at {host}, port {port}: {fix}"
             members.standby.answer(number, {"refused": unreachable})
         elif last[one["original"]][0] != number:
             again = f"rank {one['original']} has come again since, from {last[one['original']][1]['host']}"
             members.standby.answer(number, {"refused": again})
-    return [last[original] for original in sorted(last)]
+    return [last[original][1] for original in sorted(last)]
 
 
 def _member(view: dict) -> dict:
@@ -226,8 +240,13 @@ def follow(members: Membership, store: dist.Store, verdict: dict) -> MembersChan
     rank = next(index for index, one in enumerate(everyone) if one["standby"] == members.address)
     here = [index for index, one in enumerate(everyone) if node_of(one) == node_of(everyone[rank])]
     host, port = split(verdict["address"])
+    members.numbers = Numbers(**verdict["numbers"])
+    me = everyone[rank]
+    placed = replace(members.original.layout, node_rank=me["node_rank"])
+    members.original = replace(members.original, rank=me["original"], layout=placed)
     layout = replace(
-        members.original.layout,
+        placed,
+        nodes=members.numbers.nodes,
         world_size=len(everyone),
         first_rank=here[0],
         local_world_size=len(here),

@@ -7,10 +7,13 @@ from functools import partial
 
 import torch
 
-from common.elastic.members import enter, meet_again, open_members, surviving
+from common.console import say
+from common.elastic import outside
+from common.elastic.alone import alone
+from common.elastic.members import meet_again, open_members, prepare, surviving
 from common.elastic.membership import CONNECT_ATTEMPTS, Membership
 from common.elastic.run import ElasticMembers
-from common.errors import RankLost
+from common.errors import RankLost, UserError
 from common.join.connections import Connections
 from common.join.handshake import RunUnderWay
 from common.join.lost import is_contact_lost, naming_lost_store
@@ -27,6 +30,7 @@ from common.join.process_group import (
     set_timeout,
 )
 from common.join.store import OpenStore
+from common.join.view import gpu_of
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 
@@ -43,6 +47,13 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
     if backend == "nccl":
         problem = problem or "--elastic: NCCL's ranks cannot be connected anew yet: use --backend gloo"
     opened, membership = open_members(worker, options)
+    membership.gpu = gpu_of(device, options)
+    if membership.prepares_for:
+        if problem:
+            raise UserError(problem)
+        with alone(worker, options, device, membership) as group:
+            yield group, ElasticMembers(group, membership)
+        raise AssertionError("a process that prepares waits to be let in before it trains")
     joined = _join(membership, worker, options, opened, device, backend, problem)
     group = group_of(worker, options, device, backend, joined, elastic=True)
     connections = Connections()
@@ -52,6 +63,9 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
             set_timeout(membership.collective_seconds)
         connections.note()
+        if worker.is_main and not membership.has_led:
+            membership.has_led = True
+            say(f"members  another machine joins by: {outside.command(membership, '--join')}", rank=0)
         yield group, ElasticMembers(group, membership)
         leave()
     remove_meeting_file(worker)
@@ -75,7 +89,7 @@ def _join(
                 return join(worker, options, opened, *what, standby=standby)
         except RunUnderWay as run:
             leader = run.leader
-        raise enter(membership, leader)
+        raise prepare(membership, leader)
     soon = replace(options, join_timeout_seconds=min(options.join_timeout_seconds, REJOIN_SECONDS))
     try:
         return join(worker, soon, opened, *what, membership.generation, standby, membership.ended)

@@ -109,7 +109,9 @@ def dismiss(members: Membership, error: ExplainedError | None = None) -> None:
 
     poll(everyone_waits, DISMISS_SECONDS)
     numbers = list(members.standby.waiting)
-    ended = "the run has ended meanwhile, without this rank" + f": {error}" * (error is not None)
+    why = f": {error}" * (error is not None)
     for number in numbers:
+        missed = ", without this rank" * (not members.standby.waiting[number].get("stop"))
+        ended = f"the run has ended meanwhile{missed}{why}"
         members.standby.answer(number, {"ended": ended, "code": error.exit_code if error else 0})
     poll(lambda: members.standby.store.add("dismissed", 0) >= len(numbers), DISMISS_SECONDS)

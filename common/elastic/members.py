@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -17,9 +18,9 @@ import torch.distributed as dist
 from common.console import say
 from common.elastic.change import attend, follow, meet
 from common.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
-from common.elastic.membership import ADDRESSES, LetIn, Membership, address_of
+from common.elastic.membership import ADDRESSES, Change, Membership, Numbers, address_of
 from common.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
-from common.errors import ExplainedError, MembersChanged, RankLost, RunError, before_exit
+from common.errors import ExplainedError, Left, MembersChanged, RankLost, RunError, before_exit
 from common.join import ended, network
 from common.join.connections import Connections
 from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost, within
@@ -41,12 +42,16 @@ def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membe
         return worker.membership.opened, worker.membership
     if worker.board and worker.board.leader:  # other workers of this node are members
         standby = Standby(_address_towards(worker.board.leader, options), options.secret)
-        raise enter(Membership(worker, options, standby), worker.board.leader)
+        raise prepare(Membership(worker, options, standby), worker.board.leader)
     opened = open_store(worker, options)
     here, host = opened.own_address, host_and_port(worker.layout.init_method)[0]
-    if worker.layout.nodes != 1 and is_loopback(here) and not is_loopback(host):
-        here = network.own_address(options.interface)  # node 0's workers reach the store by loopback, the others do not
-    return opened, Membership(worker, options, Standby(here, options.secret), opened=opened, main=opened.store)
+    if is_loopback(here) and (worker.layout.nodes == 1 or not is_loopback(host)):
+        # Node 0's workers reach the store by loopback; others, and machines that join, do not.
+        here = network.own_address(options.interface)
+    nodes = max(worker.layout.nodes, 1)
+    numbers = Numbers(worker.world_size, nodes, expected=worker.world_size)
+    standby = Standby(here, options.secret)
+    return opened, Membership(worker, options, standby, opened=opened, main=opened.store, numbers=numbers)
 
 
 def _address_towards(standby: str, options: JoinOptions) -> str:
@@ -57,10 +62,29 @@ def _address_towards(standby: str, options: JoinOptions) -> str:
     return network.own_address(options.interface)
 
 
-def enter(members: Membership, leader: str) -> MembersChanged:
-    """Wait at the standby of the rank that leads until it lets this process in."""
+def prepare(members: Membership, leader: str) -> MembersChanged:
+    """Call the trainer with this process alone, until it has loaded its data and built its model: what is wrong with
+    them ends no run, and no run waits for them. `leader` is where the rank that leads the run is."""
+    members.prepares_for, original = leader, members.original
+    alone = replace(
+        original.layout,
+        world_size=1,
+        first_rank=0,
+        local_world_size=1,
+        first_local_rank=0,
+        gpus_per_node=None,
+        spawn=False,
+    )
+    place = replace(original, layout=alone, rank=0, local_rank=0, membership=members)
+    return MembersChanged(replace(place, originals=(original.rank,)))
+
+
+def enter(members: Membership) -> MembersChanged:
+    """Wait at the standby of the rank that leads until it lets this process in, which is prepared."""
+    leader, members.prepares_for = members.prepares_for, ""
     original, seconds, began = members.original, members.options.join_timeout_seconds, time.monotonic()
-    say("the run is under way: waiting to be let in between two steps", original.rank)
+    numbered = original.rank if members.has_number else None
+    say("the run is under way: waiting to be let in between two steps", numbered)
     if original.board:
         original.board.note(original, WAITS)
     members.leaders, heard = [leader, *members.leaders], began
@@ -92,7 +116,8 @@ def _say_where_the_log_is(worker: Worker, leader: dict) -> None:
 def meet_again(members: Membership) -> MembersChanged:
     """After a member was lost while a generation joined."""
     if not members.views:  # this process was let in, but has never worked
-        return enter(members, members.leaders[0])
+        members.prepares_for = members.leaders[0]
+        return enter(members)
 
     def why(states: dict[int, str]) -> str:
         gone = [members.views[rank] for rank in sorted(states)]  # also those that were lost before
@@ -120,11 +145,16 @@ def surviving(
     try:
         with looking_out(members, connections):
             yield
-    except LetIn:
+    except Change as asked:
         with suppress(RuntimeError):  # another rank was lost at this moment
             leave()
         _leave_at_once(connections)
-        change = meet(members, lambda states: _why(states, views, store) if states else "")
+        members.leaving = asked.leaving
+        if worker.rank in asked.leaving:
+            left = f"{asked.why}: after step {members.step} this node has left the run, which goes on"
+            raise Left(f"{left}: {places(members.staying)}", same_on_every_rank=True) from None
+        said = [f"{places(views[rank] for rank in asked.leaving)} left: {asked.why}"] if asked.leaving else []
+        change = meet(members, lambda states: "; ".join(said + [_why(states, views, store)] * bool(states)))
     except Exception as error:
         if not (is_contact_lost(error) or isinstance(error, RankLost)):
             if isinstance(error, ExplainedError) and error.same_on_every_rank:

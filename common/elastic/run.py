@@ -1,6 +1,6 @@
 """What a run keeps in case its members change (--elastic): all that the rooms above see of this one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from common.elastic.copies import ranks_with_copies, send_files
-from common.elastic.membership import LetIn, Membership
+from common.elastic.members import enter
+from common.elastic.membership import Change, Membership
 from common.elastic.state import InMemoryState, restore_from_members
 from common.join.members import Members
 from common.join.process_group import Group
@@ -26,12 +27,20 @@ class ElasticMembers(Members):
         self.copies: list[int] = []  # ranks with files on their node's own disk
 
     @property
+    def prepares(self) -> bool:  # type: ignore[override]
+        return bool(self.membership.prepares_for)
+
+    @property
     def state(self) -> InMemoryState | None:
         return self.membership.state
 
     @property
     def newcomers_wait(self) -> bool:  # type: ignore[override]
         return self.membership.newcomers_wait
+
+    @property
+    def asked_to_stop(self) -> bool:  # type: ignore[override]
+        return self.membership.asked_to_stop
 
     @property
     def keeps_copy(self) -> bool:  # type: ignore[override]
@@ -52,6 +61,11 @@ class ElasticMembers(Members):
     @interrupts.setter
     def interrupts(self, interrupts: Any) -> None:
         self.membership.interrupts = interrupts
+
+    def have_loaded(self, loaded: dict[str, str]) -> None:
+        self.membership.loaded = loaded
+        if self.prepares:
+            raise enter(self.membership)
 
     def folder(self) -> Path | None:
         if not self.generation:
@@ -95,5 +109,9 @@ class ElasticMembers(Members):
         assert self.state
         self.state.saved_at = saved_at
 
-    def let_in(self) -> None:
-        raise LetIn
+    def can_go_on_without(self, ranks: Collection[int]) -> bool:
+        assert self.membership.options.elastic
+        return self.group.worker.world_size - len(ranks) >= self.membership.options.elastic
+
+    def change(self, leaving: Collection[int], why: str) -> None:
+        raise Change(leaving, why)

@@ -2,6 +2,7 @@
 
 At the standby of the rank that leads, each value after the seal with the job's secret (secret.py):
 
+    run               what a machine must know that wants to join the run, as JSON
     present           counts the processes that have come here
     /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
     /verdict/N        the leader's answer to it: the members of the next generation
@@ -57,6 +58,10 @@ class Standby:
             say(f"{one['host']} has another secret than this rank (--secret-file): not let in", rank=0)
             self._post(number, {"refused": "secret"})  # it cannot open this, and says why
 
+    def post_run(self, run: dict) -> None:
+        content = json.dumps(run)
+        self.store.set("run", f"{seal(self.secret, 'run', content)} {content}")
+
     def answer(self, number: int, verdict: dict) -> None:
         """Tell one that waits."""
         self._post(number, verdict)
@@ -65,6 +70,17 @@ class Standby:
     def _post(self, number: int, verdict: dict) -> None:
         content = json.dumps(verdict)
         self.store.set(f"verdict/{number}", f"{seal(self.secret, 'verdict', str(number), content)} {content}")
+
+
+def posted_run(store: dist.Store, secret: bytes) -> dict | None:
+    """What `Standby.post_run` has posted; None where this is no standby of a member. Raises UserError for a run with
+    another secret."""
+    if not store.check(["run"]):
+        return None
+    code, _, content = store.get("run").decode(errors="replace").partition(" ")
+    if not is_sealed(secret, code, "run", content):
+        raise UserError(f"{OTHER_SECRET} than the run: give the same on every node")
+    return json.loads(content)
 
 
 class Visit:
@@ -93,13 +109,13 @@ def _read(content: str) -> dict | None:
     """What a process has written about itself, or None for what is none: anyone who reaches the store can write."""
     try:
         one = json.loads(content)
-        texts = [one["host"], one["predecessor"], split(one["standby"])[0]]
-        numbers = [one["original"], one["node_rank"]]
-        is_late = one.get("late", False)
+        texts = [one["host"], one["predecessor"], one["launch"], one["gpu"], split(one["standby"])[0]]
+        numbers = [one["original"], one["node_rank"], one["local_rank"]]
+        is_late, stop = one.get("late", False), one.get("stop", False)
         sections = list(one.get("claim", {}).values())
         texts += [text for section in sections for text in section.values()]
         is_right = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in numbers)
-        return one if is_right and isinstance(is_late, bool) else None
+        return one if is_right and isinstance(is_late, bool) and isinstance(stop, bool) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

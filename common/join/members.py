@@ -1,6 +1,6 @@
 """What a training run asks of its members: whether they may change, and what it keeps in case they do."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,18 @@ class Members:
     may_change = False
     generation = 0  # changes of the members so far
     cause = ""  # of the last change
+    prepares = False  # this process loads its data and builds its model alone, before it is let into a run under way
     must_end = ""  # why the run must save and end: too few members are left
     newcomers_wait = False  # and may be let in between two steps, as this rank knows
+    asked_to_stop = False  # somebody has asked for the end of the run (--stop), as this rank knows
     keeps_copy = False  # of the run's files, on a disk of this rank's node
     saved_at: float | None = None  # when the last checkpoint was written, before the members changed
     unwritten: Sequence[Any] = ()  # steps of the generation before, which rank 0 may not have written
     interrupts: Any = None  # what handles signals, over all generations
+
+    def have_loaded(self, loaded: dict[str, str]) -> None:
+        """Note what this process has loaded, by name, which all ranks must have alike. One that `prepares` then waits
+        until it is let in, and does not return. Every rank must call this."""
 
     def folder(self) -> Path | None:
         """That of a run that goes on; None for one that begins. Every rank must call this."""
@@ -52,5 +58,10 @@ class Members:
     def note_saved(self, saved_at: float) -> None:
         """A checkpoint has been written."""
 
-    def let_in(self) -> None:
-        """Between two steps: end this generation, and let processes in that wait. Every rank must call this."""
+    def can_go_on_without(self, ranks: Collection[int]) -> bool:
+        """Whether the run goes on when these ranks leave it; the same on every rank."""
+        return False
+
+    def change(self, leaving: Collection[int], why: str) -> None:
+        """Between two steps: end this generation. Processes that wait are let in, and the ranks `leaving` leave;
+        `why` says why. Every rank must call this."""

@@ -34,6 +34,7 @@ from common.launch.replacing import FINISHES, WORKS
 LEAVE_SECONDS = 10.0
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
 BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
+_named: dict[str, str] = {}  # the variables that this process has set
 NOTICE_SECONDS = 2.0  # in which a rank in a collective notices that a connection is closed
 LEFT_EARLY = (
     "left the training loop before the others: let the same number decide on every rank, such as run.is_done or one "
@@ -220,7 +221,7 @@ def choose(worker: Worker, options: JoinOptions) -> tuple[torch.device, str, str
         if worker.layout.problem:
             raise UserError(worker.layout.problem)
         backend = devices.choose_backend(worker, options.backend)
-        if not worker.membership:  # later the variables are those that `_name_interface` has set
+        if not worker.membership:  # later the variables are those that `name_interface` has set
             interfaces.check(options, backend, worker.layout)
         return devices.choose_device(worker), backend, ""
     except UserError as error:
@@ -268,11 +269,11 @@ def join(
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
-    _name_interface(worker, options, own)
+    name_interface(worker, options, own)
     return Joined(verdict.store, verdict.views, own)
 
 
-def _name_interface(worker: Worker, options: JoinOptions, own_address: str) -> None:
+def name_interface(worker: Worker, options: JoinOptions, own_address: str) -> None:
     """Tell gloo and NCCL the interface of --interface, or else the one that reaches the other ranks, unless a variable
     names another.
 
@@ -281,10 +282,12 @@ def _name_interface(worker: Worker, options: JoinOptions, own_address: str) -> N
     interface = options.interface or network.interface_of(own_address)
     for variable in interfaces.VARIABLES.values():
         named = os.environ.get(variable)
+        if named == _named.get(variable):  # by this process, for ranks that may be reached in another way by now
+            named = None
         if named and options.interface and named != interface and not worker.membership and worker.local_rank == 0:
             say(f"--interface {interface} counts, and not {variable}={named}", worker.rank)
         if interface and (options.interface or not named):
-            os.environ[variable] = interface
+            os.environ[variable] = _named[variable] = interface
 
 
 def connect(

@@ -242,10 +242,10 @@ def _command_for(node: int, address: str, port: int) -> str:
         if not skip and part.partition("=")[0] not in ours and not re.fullmatch(r"-i\d+", part):
             kept.append(part)
         skip = part in ours
-    return shlex.join([*_program(), *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
+    return shlex.join([*program(), *kept, "-i", str(node), "--master-addr", address, "--master-port", str(port)])
 
 
-def _program() -> list[str]:
+def program() -> list[str]:
     """How to start this program: by its name if PATH finds it there, otherwise with the Python that runs here."""
     script, python = Path(sys.argv[0]), Path(sys.executable)
     if shutil.which(script.name) == sys.argv[0]:

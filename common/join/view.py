@@ -37,7 +37,7 @@ def view_of(
         "pid": os.getpid(),
         "pid_space": _pid_space(),
         "device": f"{device} ({torch.cuda.get_device_name(device) if on_gpu else 'CPU'})",
-        "gpu": str(torch.cuda.get_device_properties(device).uuid) if on_gpu and not options.oversubscribe else "",
+        "gpu": gpu_of(device, options),
         "source": worker.layout.source,
         "addresses": addresses,
         "layout": layout_of(worker.layout),
@@ -47,6 +47,12 @@ def view_of(
         "problem": problem,
         "nonce": secrets.token_hex(8),  # new in each view, so that no earlier verdict fits it
     }
+
+
+def gpu_of(device: torch.device, options: JoinOptions) -> str:
+    """The UUID of a GPU that no other rank may have; empty for a CPU, and where ranks may share GPUs."""
+    is_own = device.type == "cuda" and not options.oversubscribe
+    return str(torch.cuda.get_device_properties(device).uuid) if is_own else ""
 
 
 def read_view(content: str) -> dict | None:
@@ -89,6 +95,8 @@ def node_of(view: dict) -> tuple[int, str]:
 
 def place(view: dict) -> str:
     """Where a rank is, for messages: "node 1 (nodeb, rank 8)"."""
+    if view["rank"] < 0:  # it has no number yet (--join)
+        return view["host"]
     if view["nodes"] == 0:  # the launcher does not number the nodes
         return f"{view['host']} (rank {view['rank']})"
     return f"node {view['node_rank']} ({view['host']}, rank {view['rank']})"

@@ -12,6 +12,7 @@ So a new flag is compared everywhere until its author says that it need not be.
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +28,7 @@ JOIN_TIMEOUT_SECONDS = 300.0
 MAY_DIFFER = {
     *("node_rank", "master_addr", "master_port", "interface", "join_timeout"),
     *("distributed_init_method", "distributed_gpus", "distributed_rank", "distributed_no_spawn", "device_id"),
-    *("out_dir", "device", "oversubscribe", "no_plot", "tensorboard", "secret_file"),
+    *("out_dir", "device", "oversubscribe", "no_plot", "tensorboard", "secret_file", "join", "stop"),
 }
 LAYOUT = {field.name for field in fields(LayoutFlags)}
 # may change when a run is resumed: where and how it computes, and how long, but not what it optimises
@@ -37,7 +38,7 @@ MAY_CHANGE = {
     *("global_batch", "batch_per_gpu", "micro_batch", "shares", "balance", "eval_batch"),
     *("max_steps", "precision", "compile", "compress"),
     *("out_dir", "resume", "save_every", "async_save", "keep", "eval_only", "log_every"),
-    *("no_plot", "tensorboard", "trace", "unit", "on_nan"),
+    *("no_plot", "tensorboard", "trace", "unit", "on_nan", "stop"),
 }
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
@@ -186,14 +187,68 @@ def add_training_flags(
     on_nan = "end at a gradient that is not finite, or leave its step out"
     add("--on-nan", choices=("stop", "skip"), default="stop", help=on_nan)
     add("--compile", action="store_true", help="torch.compile the model")
-    members = parser.add_argument_group("members that come and go")
-    members.add_argument(
+    add_outside_flags(parser).add_argument(
         "--elastic",
         type=values.positive_int,
         metavar="MIN",
-        help="when ranks are lost, go on with those that are left, at least MIN; take them back when they return",
+        help="when ranks are lost, or leave at Ctrl-C, go on with those that are left, at least MIN; let others in",
     )
     return group
+
+
+def add_outside_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("members that come and go")
+    joins = "add this machine, with -g GPUs, to a run with --elastic; its log shows the address, and its flags count"
+    group.add_argument("--join", type=values.host_and_port, metavar="HOST:PORT", help=joins)
+    group.add_argument("--stop", type=values.host_and_port, metavar="HOST:PORT", help="let that run save and end")
+    return group
+
+
+def flags_outside(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
+    """With --join or --stop, these and the layout flags: the others are the run's, and may be left out here."""
+    typed = any(word.startswith(("--join=", "--stop=")) or word in ("--join", "--stop") for word in sys.argv)
+    if not typed or {"-h", "--help"} & set(sys.argv) or all(action.dest != "join" for action in parser._actions):
+        return None
+    known = argparse.ArgumentParser(prog=parser.prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    add_layout_flags(known)
+    add_outside_flags(known)
+    found = known.parse_known_args()[0]
+    return found if found.join or found.stop else None
+
+
+def run_to_find(outside: argparse.Namespace) -> tuple[str, str, bytes, float]:
+    """The flag that names a run, where that is, the secret, and how many seconds to wait for it."""
+    flag, address = ("--stop", outside.stop) if outside.stop else ("--join", outside.join)
+    return flag, address, secret(outside.secret_file), outside.join_timeout
+
+
+def flags_of_run(parser: argparse.ArgumentParser, told: dict[str, Any]) -> argparse.Namespace:
+    """The flags that were typed here, and those of the run to join, `told`, where none was. Raises UserError where a
+    flag that all must have alike differs."""
+    own = MAY_DIFFER | LAYOUT | {"resume"}
+    actions = {action.dest: action for action in parser._actions}
+    if unknown := told.keys() - actions.keys() - parser._defaults.keys():
+        raise UserError(f"--join: the run has --{unknown.pop().replace('_', '-')}, unknown here: is the code the same?")
+    taken = {}
+    for name, value in told.items():
+        if name in actions.keys() - own:
+            actions[name].required = False
+            taken[name] = _value_of(actions[name], value)
+    args = parser.parse_args(namespace=argparse.Namespace(**taken))
+    for name in taken.keys() - parser.get_default("may_differ"):
+        if plain(typed := getattr(args, name)) != told[name]:
+            flag = actions[name].option_strings[0]
+            raise UserError(f"{flag} is {shown(typed)}, but {shown(taken[name])} in the run to join: leave it out here")
+    return args
+
+
+def _value_of(action: argparse.Action, value: Any) -> Any:
+    """The flag's value that `plain` has made `value` of."""
+    if value == plain(action.default):
+        return action.default
+    if isinstance(value, str) and callable(action.type):
+        return action.type(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def add_warmup_flag(group: argparse._ArgumentGroup, default: str) -> None:
@@ -242,7 +297,10 @@ def after_change(args: argparse.Namespace, originals: tuple[int, ...], started: 
         changed.global_batch, changed.batch_per_gpu = args.batch_per_gpu * started, None
     for name in ("shares", "micro_batch"):
         if isinstance(numbers := getattr(args, name, None), tuple):
-            setattr(changed, name, tuple(numbers[rank] for rank in originals))
+            # A process that has joined since has a middling share, and the smallest micro-batch, which fits anywhere.
+            other = min(numbers) if name == "micro_batch" else sum(numbers) / len(numbers)
+            mine = (numbers[rank] if rank < len(numbers) else other for rank in originals)
+            setattr(changed, name, tuple(mine))
     return changed
 
 
@@ -278,7 +336,7 @@ def steps_of(value: int | float, total_steps: int) -> int:
 
 def layout_flags(args: argparse.Namespace) -> LayoutFlags:
     """The flags that decide the layout."""
-    return LayoutFlags(**{name: getattr(args, name) for name in LAYOUT})
+    return LayoutFlags(**{name: getattr(args, name) for name in LAYOUT if name in args})
 
 
 def join_options(args: argparse.Namespace) -> JoinOptions:
@@ -293,25 +351,26 @@ def join_options(args: argparse.Namespace) -> JoinOptions:
         join_timeout_seconds=args.join_timeout,
         timeout_seconds=args.timeout,
         work_timeout_seconds=args.work_timeout,
-        secret=_secret(args.secret_file),
+        secret=secret(args.secret_file),
         elastic=getattr(args, "elastic", None),
+        flags={name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS},
         agreed_flags={f"--{name.replace('_', '-')}": shown(value) for name, value in agreed.items()},
     )
 
 
-def _secret(file: Path | None) -> bytes:
+def secret(file: Path | None) -> bytes:
     """What is in --secret-file, else in UNEVEN_DDP_SECRET. Raises UserError for an empty or unreadable file."""
     if file is None:
         if os.environ.get("UNEVEN_DDP_SECRET") == "":
             raise UserError("UNEVEN_DDP_SECRET is set, but empty: give it a value, or unset it")
         return os.environ.get("UNEVEN_DDP_SECRET", "").encode()
     try:
-        secret = file.read_bytes().strip()
+        found = file.read_bytes().strip()
     except OSError as error:
         raise UserError(f"--secret-file {file} cannot be read: {error.strerror}") from None
-    if not secret:
+    if not found:
         raise UserError(f"--secret-file {file} is empty: fill it, for example with `openssl rand -hex 32`")
-    return secret
+    return found
 
 
 def run_options(args: argparse.Namespace, name: str) -> RunOptions:

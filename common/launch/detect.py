@@ -15,12 +15,13 @@ from common.launch.hetseq import from_hetseq_flags
 from common.launch.layout import Layout
 from common.launch.mpi import from_mpich, from_openmpi
 from common.launch.options import LayoutFlags
-from common.launch.own_flags import from_node_flags, from_nothing
+from common.launch.own_flags import from_join, from_node_flags, from_nothing
 from common.launch.slurm import from_slurm
 from common.launch.torchrun import from_torchrun
 
-# Launchers first, and the inner one before the outer one: torchrun or mpirun before the srun that has started it.
-SOURCES = (from_torchrun, from_openmpi, from_mpich, from_slurm, from_hetseq_flags, from_node_flags)
+# Launchers, and the inner one before the outer one: torchrun or mpirun before the srun that has started it.
+LAUNCHERS = (from_torchrun, from_openmpi, from_mpich, from_slurm)
+SOURCES = (from_join, *LAUNCHERS, from_hetseq_flags, from_node_flags)
 
 
 def layout_from(flags: LayoutFlags, environ: Mapping[str, str] = os.environ) -> Layout:

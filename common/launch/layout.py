@@ -26,6 +26,11 @@ class Layout:
     device_type: str = "cpu"  # cuda or cpu
     first_device: int = 0  # device index of the first worker here
     devices: int = 0  # devices that this node may use; workers share them under --oversubscribe
+    # Of a machine that joins a run under way (--join): a name of this launch, where the rank that leads the run is, and
+    # how many processes the run was started with.
+    joins: str = ""
+    leader: str = ""
+    run_size: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.first_rank < self.world_size, self
@@ -62,6 +67,11 @@ class Worker:
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def run_size(self) -> int:
+        """How many processes the run was started with."""
+        return self.layout.run_size or self.layout.world_size
 
     @property
     def local_world_size(self) -> int:

@@ -1,7 +1,7 @@
 """Flags as small frozen records, so that functions below `train(worker, args)` do not take the whole Namespace."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class LayoutFlags:
     distributed_rank: int | None = None
     distributed_no_spawn: bool = False
     device_id: int | None = None
+    join: str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class JoinOptions:
     secret: bytes = b""  # of the job: processes without it are not let in
     elastic: int | None = None  # go on after the loss of ranks, while at least so many are left
     agreed_flags: Mapping[str, str] | None = None  # flag -> value as typed; the join compares them between the ranks
+    flags: Mapping[str, Any] = field(default_factory=dict)  # for a machine that joins: name -> value, as plain JSON
 
 
 @dataclass(frozen=True)

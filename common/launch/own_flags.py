@@ -1,5 +1,6 @@
 """This project's own flags, `-n 2 -g 8,2 -i 0`, and no flags at all."""
 
+import secrets
 from collections.abc import Mapping
 
 from common.errors import UserError
@@ -7,7 +8,30 @@ from common.launch.addresses import DEFAULT_MASTER_PORT, free_port, tcp_address
 from common.launch.gpus import devices_for, places_here
 from common.launch.layout import Layout
 from common.launch.options import LayoutFlags
-from common.launch.reading import NODE_FLAGS, count, number, typed
+from common.launch.reading import HETSEQ_FLAGS, NODE_FLAGS, count, number, typed
+
+
+def from_join(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:
+    """`--join HOST:PORT -g 4`: this command starts the processes of a machine that joins a run under way."""
+    if not flags.join:
+        return None
+    others = {**NODE_FLAGS, **HETSEQ_FLAGS, "master_addr": "--master-addr", "master_port": "--master-port"}
+    if other := [word for word in typed(flags, others) if not word.startswith("-g")]:
+        raise UserError(f"--join {flags.join} with {other[0]}: the run gives this machine its place: leave that out")
+    if flags.gpus and len(flags.gpus) > 1:
+        raise UserError(f"-g/--gpus is {','.join(map(str, flags.gpus))}: with --join give one number, this machine's")
+    size = flags.gpus[0] if flags.gpus else places_here(flags, environ)
+    device_type, devices = devices_for(flags, environ, size, f"-g {size}")
+    return Layout(
+        source=f"--join {flags.join} -g {size}",
+        world_size=size,
+        first_rank=0,
+        local_world_size=size,
+        init_method=f"tcp://{flags.join}",
+        device_type=device_type,
+        devices=devices,
+        joins=secrets.token_hex(8),
+    )
 
 
 def from_node_flags(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:

@@ -21,7 +21,7 @@ class Board:
     """Memory that a supervisor shares with its workers. Without locks: a worker that is killed could hold one."""
 
     def __init__(self, context: BaseContext, workers: list[Worker]):
-        self.first = workers[0].rank
+        self.first = workers[0].local_rank
         self._leader: Any = context.RawArray("c", MOST_CHARACTERS)
         self._signal: Any = context.RawValue("i", 0)
         self._doing = context.RawArray("b", len(workers))
@@ -61,8 +61,8 @@ class Board:
         return self._ranks[self._index(worker)]
 
     def _index(self, worker: Worker) -> int:
-        rank = worker.membership.original.rank if worker.membership else worker.rank
-        return rank - self.first
+        placed = worker.membership.original if worker.membership else worker
+        return placed.local_rank - self.first
 
 
 class Replacing:

@@ -2,13 +2,16 @@
 
 -n/-g/-i, HetSeq's flags, or no flags    this process starts a worker for each place, and supervises them
 one place only, torchrun, srun, mpirun   this process is the worker
+--join, --stop                           a run that is under way tells where its members are, and its flags
 """
 
+import importlib
 import importlib.util
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from common.errors import ExplainedError, UserError
@@ -17,6 +20,8 @@ from common.launch.detect import layout_from
 from common.launch.environment import check_environment
 from common.launch.layout import Layout
 from common.sockets import keep_paths_short
+
+OUTSIDE = "common.elastic.outside"  # imported by its name, as the trainer: it needs torch, which --help does not load
 
 
 def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout], None] | None = None) -> NoReturn:
@@ -28,20 +33,40 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
 
     Never returns. Exit code 0: every worker ended well; 2: a user's mistake; another number: any other failure.
     """
-    args = parser.parse_args()
     try:
         check_environment(os.environ)
         keep_paths_short()
-        layout = layout_from(cli.layout_flags(args))
-        if check:
-            check(args, layout)
-        if importlib.util.find_spec("torch") is None:
-            raise UserError(
-                f"{sys.executable} has no torch: install it, or use .venv/bin/python, which `make .venv` makes"
-            )
+        outside = cli.flags_outside(parser)
+        if outside and outside.stop:
+            _require_torch()
+            parser.exit(0, f"{importlib.import_module(OUTSIDE).stop(*cli.run_to_find(outside))}\n")
+        args, layout = _joining(parser, outside) if outside else _starting(parser, check)
+        _require_torch()
     except ExplainedError as error:
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
     workers = layout.workers()
     if len(workers) > 1 or getattr(args, "elastic", None):  # whose workers are replaced
         sys.exit(supervisor.supervise(target, workers, args))
     worker.run(target, workers[0], args)
+
+
+def _starting(parser: ArgumentParser, check: Callable[[Namespace, Layout], None] | None) -> tuple[Namespace, Layout]:
+    args = parser.parse_args()
+    layout = layout_from(cli.layout_flags(args))
+    if check:
+        check(args, layout)
+    return args, layout
+
+
+def _joining(parser: ArgumentParser, outside: Namespace) -> tuple[Namespace, Layout]:
+    """The flags are those of the run, which it has checked, where none is typed here."""
+    _require_torch()
+    supervisor.expect_lost_processes()
+    layout = layout_from(cli.layout_flags(outside))
+    leader, run = importlib.import_module(OUTSIDE).find(*cli.run_to_find(outside))
+    return cli.flags_of_run(parser, run["flags"]), replace(layout, leader=leader, run_size=run["size"])
+
+
+def _require_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(f"{sys.executable} has no torch: install it, or use .venv/bin/python, which `make .venv` makes")

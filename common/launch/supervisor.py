@@ -43,10 +43,11 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
         interruption = Interruption()
         name_supervisor(workers[0].layout)
         elastic = getattr(args, "elastic", None)
-        if elastic:  # torch would log attempts to reach processes that have ended as errors
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        if elastic:
+            expect_lost_processes()
         context = _context(target)
         board = Board(context, workers)
+        board.leader = workers[0].layout.leader
         interruption.tell = board.note_signal
         replacing = Replacing(board) if elastic else None
 
@@ -70,6 +71,11 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     except ExplainedError as error:
         say(f"error: {error}", error=True)
         return error.exit_code
+
+
+def expect_lost_processes() -> None:
+    """With --elastic, before torch is loaded: it would log attempts to reach processes that have ended as errors."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def _context(target: str) -> BaseContext:

@@ -36,6 +36,14 @@ def port(text: str) -> int:
     return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
 
+def host_and_port(text: str) -> str:
+    host, _, number = text.rpartition(":")
+    is_address = bool(host) and not ("/" in host or (":" in host and not (host[0] == "[" and host[-1] == "]")))
+    if not (is_address and number.isdecimal() and 1 <= int(number) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give HOST:PORT (an IPv6 address in brackets)")
+    return text
+
+
 def positive_float(text: str) -> float:
     return _number(float, text, "a number above 0", lambda value: value > 0)
 

@@ -67,14 +67,15 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         _end_with_parent(worker, supervisor or os.getppid())
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    places = [worker]  # this process's place now
     try:
-        _train(target, worker, args)
+        _train(target, places, args)
     except (ExplainedError, KeyboardInterrupt) as error:
-        _end_after_failure(_explain(worker, error), error, alone)
+        _end_after_failure(_explain(places[-1], error), error, alone)
     except Exception as error:
         if alone and not _lost_loader(error):
             raise  # Python prints the traceback, and a debugger may look at it
-        _end_after_failure(_explain(worker, error), error, alone)
+        _end_after_failure(_explain(places[-1], error), error, alone)
     flush()
     sys.exit(0)
 
@@ -84,18 +85,19 @@ def _interrupted_before_training(number: int, frame: FrameType | None) -> NoRetu
     raise Interrupted("SIGUSR1 while nothing was to be saved: start the run again")
 
 
-def _train(target: str, worker: Worker, args: Namespace) -> None:
-    """Call the function; again, with this process's next place, whenever the members of the job have changed."""
-    function, flags, started = load(target), args, worker.world_size
+def _train(target: str, places: list[Worker], args: Namespace) -> None:
+    """Call the function; again, with this process's next place, whenever the members of the job have changed;
+    `places` has this one alone."""
+    function, flags, started = load(target), args, places[0].run_size
     while True:
         try:
-            return function(worker, flags)
+            return function(places[-1], flags)
         except MembersChanged as change:
-            worker = change.worker
+            places[:] = [change.worker]
             clear_frames(change)
         gc.collect()  # what the last call still holds, in circles
-        flags = cli.after_change(args, worker.originals, started)
-        name_worker(worker)
+        flags = cli.after_change(args, places[-1].originals, started)
+        name_worker(places[-1])
 
 
 def clear_frames(error: BaseException | None) -> None:

@@ -1,11 +1,11 @@
 """One run at a time writes into a folder: a second one would do the same steps again and mix its files with those."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import IO
 
 from common.errors import UserError
+from common.files import is_locked
 from common.join.waiting import poll
 
 SECONDS = 10.0  # that the processes of a run that was killed may take to end
@@ -21,11 +21,11 @@ def lock(folder: Path, takes_over: bool = False) -> IO[str]:
     systems know no locks; then nothing is locked.
     """
     file = (folder / ".lock").open("a")
-    if os.name != "nt" and not poll(lambda: _is_locked(file), SECONDS):
+    if os.name != "nt" and not poll(lambda: is_locked(file), SECONDS):
         if takes_over:
             aside = folder / f".lock-{os.getpid()}"
             file = aside.open("a")
-            _is_locked(file)
+            is_locked(file)
             aside.replace(folder / ".lock")
             return file
         raise UserError(
@@ -33,14 +33,3 @@ def lock(folder: Path, takes_over: bool = False) -> IO[str]:
             f"their hosts and pids are in {folder / 'run.json'}"
         )
     return file
-
-
-def _is_locked(file: IO[str]) -> bool:
-    import fcntl  # which Windows does not have
-
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True

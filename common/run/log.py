@@ -100,8 +100,8 @@ class StepLog:
         return len(self.noted) >= self.exchange_at
 
     def exchange(self, signal: int) -> ExchangedSteps | None:
-        """Exchange what all ranks have noted, and write it. `signal` is the number of one that this rank has received,
-        or 0. None where nothing is noted. Every rank must call this. Raises RunError for a loss that is not finite."""
+        """Exchange what all ranks have noted, and write it. `signal` is that of `Ending`. None where nothing is noted.
+        Every rank must call this. Raises RunError for a loss that is not finite."""
         if not self.noted:
             return None
         noted, self.noted = self.noted, []

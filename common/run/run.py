@@ -25,7 +25,7 @@ from common.record.folder import open_folder
 from common.record.resume import resume
 from common.record.trackers import Tracker
 from common.run.checkpointer import Checkpointer
-from common.run.ending import Ending
+from common.run.ending import Ending, handle_signals
 from common.run.evaluation import EvaluationLoader
 from common.run.log import StepLog
 from common.run.micro_batches import largest_micro_batches
@@ -34,7 +34,8 @@ from common.run.schedule import find_due, wants_evaluation
 from common.state import Stateful
 from common.uneven import ddp
 from common.uneven.global_batches import GlobalBatchLoader
-from common.uneven.guards.same import require_same, require_same_numbers
+from common.uneven.guards.fingerprint import fingerprint
+from common.uneven.guards.same import description, require_same, require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
 from common.uneven.seeding import derive_seed
@@ -74,6 +75,8 @@ class Run:
         with joining(self.worker, options) as joined:
             found: tuple[Group, Members] = joined if options.elastic else (joined, Members())
             self.group, self.members = found
+            if self.members.generation:  # the others would take a signal for the loss of this rank
+                handle_signals(self.group, self.members)
             self.device = self.group.device
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
@@ -141,6 +144,8 @@ class Run:
                 "DataLoader of one's own cannot take its place"
             )
         args, batches, self.net = self.args, self.batches, net
+        if self.members.prepares:  # the members will give it their state
+            return
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.nodes = LocalSGD(net, batches.sampler, batches.timer, self.group.ranks_of_nodes, *outer)
         self.states = {**states, "scaler": self.precision.scaler, **self.nodes.states}
@@ -172,14 +177,14 @@ class Run:
                 "run.wrap() twice: a run has one model, wrapped once. Give a second network to "
                 "common.uneven.ddp.wrap(net, batches, compute_loss), and freeze or add layers before wrap()"
             )
+        if self.members.may_change:
+            self.members.have_loaded(self._loaded(net, options))
         args, batches, given = self.args, self.batches, cli.micro_batches(self.args, self.worker.world_size)
         self.micro_batches = given or largest_micro_batches(self, net, compute_loss)
         batches.micro_batch = self.micro_batches[self.worker.rank]
         compiled = "dynamic" if args.compile and dynamic else args.compile
         links = {"compress": args.compress, "nodes": self.nodes}
-        if "the data" not in options.get("layout_dependent", ()):
-            held_out = {f"held-out set {number}": one.data_fingerprint() for number, one in enumerate(self.held_out, 1)}
-            require_same(held_out, "every rank must read the same data, in the same order")
+        require_same(self._held_out(options), "every rank must read the same data, in the same order")
         self.model = ddp.wrap(net, batches, compute_loss, compiled=compiled, **links, **options)
         cut = batches.plan, batches.sampler, batches.timer
         self.balancer = Balancer(*cut, self.model, on=args.balance == "auto")
@@ -195,6 +200,18 @@ class Run:
         if goes_on:  # what was due after the last step may not have been done
             self._find_due(wants_evaluation(self))
         return self.model
+
+    def _held_out(self, options: dict[str, Any]) -> dict[str, str]:
+        if "the data" in options.get("layout_dependent", ()):
+            return {}
+        return {f"held-out set {number}": one.data_fingerprint() for number, one in enumerate(self.held_out, 1)}
+
+    def _loaded(self, net: torch.nn.Module, options: dict[str, Any]) -> dict[str, str]:
+        """What a process must have loaded too that is let in."""
+        loaded = {**self.data_fingerprint, **self._held_out(options), "the model": fingerprint(description(net))}
+        if "the data" not in options.get("layout_dependent", ()):
+            loaded["the training set"] = self.batches.data_fingerprint()
+        return {name: str(value) for name, value in loaded.items()}
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -246,7 +263,7 @@ class Run:
                 "fp16 know nothing"
             )
         batch, self.step = self.batches.last, self.batches.last.step + 1
-        ends = self.step == self.total_steps or bool(self.ending.interrupted_by)
+        ends = self.step == self.total_steps or self.ending.ends_run
         evaluates = self.nodes.end_step(wants_evaluation(self), now=ends)
         self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.lr = None

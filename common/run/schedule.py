@@ -20,7 +20,7 @@ def find_due(run: "Run", evaluates: bool, ends: bool = False) -> tuple[bool, boo
     """Whether to evaluate, and whether to save. Before either, and every 1 to 5 seconds, and where the loop `ends`, the
     ranks exchange what they have noted. Every rank must call this."""
     saves = run.checkpointer.is_due(run.step, now=ends or epoch_ends(run) or run.ending.is_due)
-    if (saves or evaluates or run.log.is_due) and (steps := run.log.exchange(run.ending.interrupts.received)):
+    if (saves or evaluates or run.log.is_due) and (steps := run.log.exchange(run.ending.signal)):
         run.ending.agree(steps)
         run.checkpointer.agree(steps)
     return evaluates and run.log.evaluated_step != run.step, saves

@@ -1,0 +1,108 @@
+"""From outside of a run: a machine that wants to join it (--join), and whoever asks it to end (--stop)."""
+
+import math
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from common.console import say
+from common.elastic.membership import Membership
+from common.elastic.standby import Visit, posted_run, reach
+from common.errors import RunError, UserError
+from common.join import network
+from common.join.ended import CURRENT
+from common.join.handshake import leader_in
+from common.join.store import HOST, SAY_EVERY_SECONDS, program, split
+from common.join.waiting import Every, poll
+from common.launch.addresses import host_and_port, tcp_address
+
+LISTEN_SECONDS = 2.0  # for a machine to accept a connection
+ANNOUNCE_SECONDS = 5.0  # after its ranks have joined, for a run with --elastic to say where its members are
+SEE = "the log of the run shows the address, at its line `members`"
+STOP_SECONDS = 600.0  # for a run to save and end
+
+
+def command(members: Membership, flag: str) -> str:
+    """What to type where --join or --stop is to find this run."""
+    address = tcp_address(*split(members.address)).removeprefix("tcp://")
+    return f"{shlex.join(program())} {flag} {address}"
+
+
+def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
+    """Where the rank that leads the run at `address`, HOST:PORT, can be reached, and what `Membership.run` says of it.
+    Waits at most `seconds` for a run that has not begun.
+
+    Raises UserError where there is no run that others may join, and RunError where it does not begin.
+    """
+    host, port = host_and_port(address)
+    if not network.resolve(host):
+        raise UserError(f"{flag} {address}: {socket.gethostname()} cannot resolve {host}: give a name or an address")
+    store = reach(f"{host} {port}")
+    if store is None:
+        raise UserError(f"{flag} {address}: {_nothing(host, port)}")
+    if not store.check([HOST]) and not leader_in(store):
+        raise UserError(f"{flag} {address}: what answers there is no run of this code; {SEE}")
+    is_time, ranks_joined = Every(SAY_EVERY_SECONDS), math.inf
+
+    def look() -> tuple[str, dict[str, Any]] | None:
+        nonlocal ranks_joined
+        leader = leader_in(store)
+        if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
+            return leader, run
+        if not leader and store.check([CURRENT]):
+            ranks_joined = min(ranks_joined, time.monotonic())
+            if time.monotonic() - ranks_joined > ANNOUNCE_SECONDS:
+                raise UserError(f"{flag} {address}: the run there was started without --elastic, so its ranks stay")
+        return None
+
+    def meanwhile(elapsed_seconds: float) -> None:
+        if is_time():
+            say(f"waiting for the run at {address} to begin; giving up in {seconds - elapsed_seconds:.0f} s")
+
+    try:
+        if found := poll(look, seconds, meanwhile):
+            return found
+    except RuntimeError:
+        raise UserError(f"{flag} {address}: the run there has ended") from None
+    raise RunError(f"{flag} {address}: no rank leads the run there, for {seconds:.0f} s (--join-timeout): see its log")
+
+
+def _nothing(host: str, port: int) -> str:
+    answers = network.listens(host, port, LISTEN_SECONDS)
+    if answers is None:
+        return f"{host} does not answer: is it on, and the firewall right?"
+    if answers:
+        return f"another program answers there; {SEE}"
+    return f"nothing listens there: has the run ended? {SEE[0].upper()}{SEE[1:]}"
+
+
+def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
+    """Ask the run at `address` to save and end, and wait for that. Returns what it has said at its end."""
+    leader, _ = find(flag, address, secret, seconds)
+    until = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < until:
+        store = reach(leader)
+        if store is None:
+            return "the run has ended"
+        with suppress(RuntimeError):  # the rank that led has ended: another one may lead
+            verdict = _ask(store, secret, until - time.monotonic())
+            return verdict["ended"]
+        with suppress(UserError):
+            leader, _ = find(flag, address, secret, seconds)
+    raise RunError(f"{flag} {address}: the run has not ended within {STOP_SECONDS:.0f} s: see its log")
+
+
+def _ask(store: dist.Store, secret: bytes, seconds: float) -> dict[str, Any]:
+    me = {"host": socket.gethostname(), "standby": " 0", "predecessor": "", "launch": "", "gpu": "", "stop": True}
+    visit = Visit(store, me | {"original": -1, "node_rank": -1, "local_rank": 0}, secret)
+    say("asked the run to save and end")
+    verdict: Callable[[], dict | None] = visit.verdict
+    found = poll(verdict, seconds, longest_pause_seconds=0.1)
+    with suppress(RuntimeError):  # the rank that leads waits for this, for some seconds
+        store.add("dismissed", 1)
+    return found or {"ended": "the run has not ended yet: see its log"}

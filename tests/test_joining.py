@@ -1,0 +1,256 @@
+"""--join, Ctrl-C on one node, and --stop: a run with --elastic that grows and shrinks has the curve of one that does
+not."""
+
+import http.server
+import itertools
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.errors import Interrupted
+from common.launch.addresses import free_port
+from tests.harness import MNIST, Node, kill, play, playing, rows, rows_so_far, wait_until
+from tests.test_elastic import causes, require_same
+from tests.trainers import Patient
+
+SAVED = Interrupted.exit_code
+ELASTIC = ("--device", "cpu", "--no-plot", "--elastic", 1, "--timeout", 120)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return Patient.undisturbed(tmp_path_factory.getbasetemp())
+
+
+class Run:
+    """A patient run that begins with one command, `first`; further machines join it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: object,
+        changes: dict[str, str] | None = None,
+        base: tuple[object, ...] = Patient.FLAGS,
+    ):
+        self.folder, self.commands, self.numbers = folder, [], itertools.count()
+        self.patient = Patient(folder.parent, changes)
+        self.first = self.start(*base, "--out-dir", folder, *(flags or ("-g", 1)), *ELASTIC)
+        self.wait_until_it_trains()
+        self.address = self.address_in(self.first)
+
+    def start(self, *flags: object) -> playing:
+        folder = self.folder.parent / f"command-{next(self.numbers)}"
+        folder.mkdir()
+        self.commands.append(playing(self.patient.script, [Node(list(flags))], folder))
+        return self.commands[-1]
+
+    def join(self, *flags: object, address: str = "") -> playing:
+        return self.start("--join", address or self.address, "--device", "cpu", *flags)
+
+    def address_in(self, command: playing) -> str:
+        """Where others join, as this command has said."""
+        return re.search(r"joins by: .* --join (\S+)", command.wait_for(" --join "))[1]
+
+    def wait_until_it_trains(self) -> None:
+        wait_until(lambda: rows_so_far(self.folder, "train"), self)
+
+    def wait_for_members(self, *originals: int) -> None:
+        def there() -> list[int]:
+            found = rows_so_far(self.folder, "members")
+            return [one["original"] for one in found[-1]["ranks"]] if found else []
+
+        wait_until(lambda: there() == list(originals), self)
+
+    def leaves(self, command: playing, number: int = signal.SIGINT) -> str:
+        """Send a signal to one machine. Returns what its command has said, which has ended well."""
+        os.kill(command.processes[0].pid, number)
+        (result,) = command.results()
+        self.commands.remove(command)
+        assert result.code == 0, result.output
+        return result.output
+
+    def goes_on(self) -> bool:
+        return any(command.goes_on() for command in self.commands)
+
+    def said(self) -> str:
+        return "\n".join(command.said() for command in self.commands)
+
+    def title(self) -> str:
+        return f"{len(self.commands)} commands"
+
+    def end(self) -> int:
+        """Let it end, well on every machine that is there. Returns its last step."""
+        last = self.patient.end(self.folder)
+        codes = [result.code for command in self.commands for result in command.results()]
+        assert not any(codes), self.said()
+        return last
+
+
+def test_machines_join_and_leave_and_one_dies_and_nothing_changes(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run")
+    second = under_way.join("-g", 2)
+    under_way.wait_for_members(0, 1, 2)
+    left = under_way.leaves(under_way.first)
+    assert "SIGINT on rank 0" in left and "this node has left the run, which goes on: ranks 1 to 2" in left
+    under_way.wait_for_members(1, 2)
+    under_way.join("-g", 1, address=under_way.address_in(second))
+    under_way.wait_for_members(1, 2, 3)
+    kill(psutil.Process(second.processes[0].pid).children()[0].pid)
+    wait_until(lambda: any("lost rank" in cause for cause in causes_so_far(under_way)), under_way)
+    # The process that takes its place is a new one of the same machine.
+    wait_until(lambda: len(rows_so_far(under_way.folder, "members")[-1]["ranks"]) == 3, under_way)
+    last_ranks = rows_so_far(under_way.folder, "members")[-1]["ranks"]
+    assert sorted(one["node_rank"] for one in last_ranks) == [1, 1, 2]
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert "let in ranks 1 to 2, node 1" in causes(tmp_path / "run")[0]
+    assert "rank 0, node 0" in causes(tmp_path / "run")[1] and "left: SIGINT on rank 0" in causes(tmp_path / "run")[1]
+
+
+def causes_so_far(run: Run) -> list[str]:
+    return [row["cause"] for row in rows_so_far(run.folder, "members")]
+
+
+def test_the_run_is_asked_to_end_saves_and_goes_on_with_resume(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run")
+    other = under_way.join()
+    under_way.wait_for_members(0, 1)
+    (asked,) = under_way.start("--stop", under_way.address).results()
+    assert asked.code == 0 and re.search(r"--stop: ended after step \d+, which is saved", asked.output), asked.output
+    for command in (under_way.first, other):
+        (result,) = command.results()
+        assert result.code == SAVED and "interrupted: --stop: ended after step" in result.output, result.output
+    last = under_way.patient.end(tmp_path / "run")
+    play(under_way.patient.script, (2,), tmp_path / "run", *Patient.FLAGS, "--resume")
+    require_same(tmp_path / "run", undisturbed, last)
+
+
+def test_the_last_machine_and_one_of_too_few_save_and_end_the_run(tmp_path):
+    under_way = Run(tmp_path / "run", "-g", 2, "--elastic", 2)
+    other = under_way.join()
+    under_way.wait_for_members(0, 1, 2)
+    under_way.leaves(other, signal.SIGTERM)
+    under_way.wait_for_members(0, 1)
+    os.kill(under_way.first.processes[0].pid, signal.SIGINT)
+    (result,) = under_way.first.results()
+    assert result.code == SAVED and "SIGINT on rank 0: ended after step" in result.output, result.output
+
+
+def test_two_machines_join_at_the_same_moment_and_one_that_dies_meanwhile_changes_nothing(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run")
+    first, second, third = under_way.join(), under_way.join(), under_way.join()
+    third.wait_for("waiting to be let in")
+    third.kill()
+    under_way.commands.remove(third)
+    for command in (first, second):
+        command.wait_for("let in; the log of the run is")
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert {one["original"] for row in rows(tmp_path / "run", "members") for one in row["ranks"]} >= {0, 1, 2}
+
+
+def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undisturbed, tmp_path):
+    """The other one stays; who leads leaves once the newcomer waits, before it is let in or after."""
+    under_way = Run(tmp_path / "run")
+    other = under_way.join()
+    under_way.wait_for_members(0, 1)
+    new = under_way.join()
+    new.wait_for("waiting to be let in")
+    under_way.leaves(under_way.first)
+    under_way.wait_for_members(1, 2)
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert other.processes[0].exitcode == new.processes[0].exitcode == 0
+
+
+WRONG_DATA = '        run.agree(data=f"{args.dataset} {fingerprint}")'
+
+
+def test_who_does_not_fit_the_run_is_told_so_and_the_run_goes_on(undisturbed, tmp_path):
+    other = {
+        WRONG_DATA: WRONG_DATA.replace("{fingerprint}", "{fingerprint}{__import__('os').environ.get('OTHER', '')}")
+    }
+    under_way = Run(tmp_path / "run", changes=other)
+    for flags, said in {
+        ("--lr", 0.5): "--lr is 0.5, but 0.008 in the run to join: leave it out here",
+        ("-n", 2, "-g", "1,1", "-i", 0): "the run gives this machine its place: leave that out",
+        ("-g", "2,2"): "with --join give one number, this machine's",
+        ("--master-port", 29500): "--master-port 29500: the run gives this machine its place",
+    }.items():
+        refuse(under_way, said, *flags)
+    folder = tmp_path / "other-data"
+    folder.mkdir()
+    node = Node(["--join", under_way.address, "--device", "cpu"], {"OTHER": "1"})
+    (result,) = playing(under_way.patient.script, [node], folder).results()
+    assert result.code == 2 and "this run is under way, and" in result.output and " has data " in result.output
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert not rows(tmp_path / "run", "members")
+
+
+def refuse(run: Run, said: str, *flags: object) -> None:
+    command = run.join(*flags)
+    (result,) = command.results()
+    run.commands.remove(command)
+    assert result.code == 2 and said in result.output and "Traceback" not in result.output, result.output
+
+
+def test_what_is_no_run_that_can_be_joined_is_named(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        web = join_at(tmp_path, f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert "answers there" in web and "the log of the run shows the address" in web
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nothing = join_at(tmp_path, f"127.0.0.1:{unused.getsockname()[1]}")
+    assert "nothing listens there: has the run ended?" in nothing
+    assert "cannot resolve no-such-host.invalid" in join_at(tmp_path, "no-such-host.invalid:29500")
+    assert "'29500' is not allowed: give HOST:PORT" in join_at(tmp_path, "29500")
+
+
+def join_at(folder: Path, address: str, flag: str = "--join") -> str:
+    (folder / address).mkdir()
+    (result,) = playing(MNIST, [Node([flag, address, "--device", "cpu"])], folder / address).results()
+    assert result.code == 2 and "Traceback" not in result.output, result.output
+    return result.output
+
+
+def test_a_run_without_elastic_is_joined_by_nobody(tmp_path):
+    port = free_port()
+    patient = Patient(tmp_path)
+    flags = (
+        *Patient.FLAGS,
+        "-g",
+        1,
+        "--device",
+        "cpu",
+        "--no-plot",
+        "--master-port",
+        port,
+        "--out-dir",
+        tmp_path / "run",
+    )
+    under_way = playing(patient.script, [Node(list(flags))], tmp_path)
+    wait_until(lambda: rows_so_far(tmp_path / "run", "train"), under_way)
+    said = join_at(tmp_path, f"127.0.0.1:{port}")
+    assert "was started without --elastic" in said
+    patient.end(tmp_path / "run")
+    assert [result.code for result in under_way.results()] == [0]
+
+
+def test_shares_and_micro_batches_of_a_machine_that_joins_are_its_own(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run", "-g", 2, "--shares", "3,1", "--micro-batch", "20,10")
+    under_way.join("-g", 1)
+    under_way.wait_for_members(0, 1, 2)
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert rows(tmp_path / "run", "ranks")[-1]["shares"] == [32, 11, 21]
+
+
+def test_a_batch_per_gpu_keeps_the_global_batch_of_the_start(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run", "-g", 1, "--batch-per-gpu", 64, base=Patient.FLAGS[:4] + Patient.FLAGS[6:])
+    under_way.join()
+    under_way.wait_for_members(0, 1)
+    require_same(tmp_path / "run", undisturbed, under_way.end())
