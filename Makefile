@@ -23,7 +23,7 @@ demo: .venv  ## both nodes of `-n 2 -g 3,1` on this machine, on digits that need
 	$(BIN)/python launch_scripts/play_nodes.py mnist_ddp/mnist-distributed.py -n 2 -g 3,1 --device cpu \
 	    --dataset digits --global-batch 64 --epochs 10 --out-dir $(RUN)
 
-demo-elastic: .venv  ## kill a node of `-n 2 -g 3,1`, start it again, and draw the curve on top of the undisturbed one
+demo-elastic: .venv  ## a node dies and comes back, a machine joins, one leaves: the curve on top of the undisturbed one
 	$(BIN)/python benchmarks/elastic_curve.py
 
 bert: .venv  ## pretrain a small BERT on text that Python brings, then ask it for masked words; two minutes

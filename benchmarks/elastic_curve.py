@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""A node is killed in the middle of a run, and started again: the loss curve on top of the undisturbed one.
+"""A node is killed in the middle of a run and comes back, a machine joins, another one leaves: the loss curve on top of
+the undisturbed one.
 
     elastic_curve.py [--picture docs/elastic.png]
 
 Both nodes of `-n 2 -g 3,1` run on this machine, in float64. Node 1, with its launcher and its worker, is ended with
-SIGKILL, and its command is typed again a little later. Prints what the nodes say, and how far the two curves are apart.
-About a minute on two cores.
+SIGKILL, and its command is typed again a little later. Then a third machine joins, and node 0 leaves, as at Ctrl-C.
+Prints what the nodes say, and how far the two curves are apart. One to two minutes on two cores.
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -23,7 +25,7 @@ from common.record.metrics import read_metrics
 from common.record.plots import plot_members
 
 FLAGS = ["--device", "cpu", "--dataset", "digits", "--precision", "fp64", "--global-batch", "64", "--epochs", "100"]
-KILLED_AT, STARTED_AFTER = 300, 300  # steps
+KILLED_AT, LATER = 300, 250  # steps
 LIMIT_SECONDS = 300.0
 SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
 
@@ -53,10 +55,18 @@ def disturbed(folder: Path) -> None:
     print("       > node 1 is killed", flush=True)
     run.kill_node(1)
     run.nodes[1].wait()
-    run.wait_for("train", KILLED_AT + STARTED_AFTER)
+    run.wait_for("train", KILLED_AT + LATER)
     print("       > node 1 is started again", flush=True)
     run.start(1)
     run.wait_for("members", 2)
+    run.wait_for("train", run.steps() + LATER)
+    print("       > a machine with two processes joins", flush=True)
+    run.join(2)
+    run.wait_for("members", 3)
+    run.wait_for("train", run.steps() + LATER)
+    print("       > Ctrl-C on node 0", flush=True)
+    run.nodes[0].send_signal(signal.SIGINT)
+    run.wait_for("members", 4)
     run.require_success()
 
 
@@ -72,8 +82,12 @@ def draw(undisturbed: dict[int, float], found: dict[int, float], rows: list[dict
     figure = Figure(figsize=(8, 5), dpi=110, layout="constrained")
     loss, members = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     loss.plot(*zip(*undisturbed.items(), strict=True), color="tab:orange", alpha=0.5, linewidth=4, label="undisturbed")
-    loss.plot(*zip(*found.items(), strict=True), color="black", linewidth=0.7, label="node 1 killed and brought back")
-    loss.set(ylabel="loss of each step", yscale="log", title="3+1 ranks, of which one node dies and comes back")
+    loss.plot(*zip(*found.items(), strict=True), color="black", linewidth=0.7, label="disturbed")
+    loss.set(
+        ylabel="loss of each step",
+        yscale="log",
+        title="3+1 ranks: a node dies and comes back, two more join, three leave",
+    )
     loss.legend()
     plot_members(members, rows)
     members.set(title="", ylabel="rank")

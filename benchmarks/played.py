@@ -29,11 +29,29 @@ class PlayedRun:
         layout = ["-n", len(gpus), "-g", ",".join(map(str, gpus))]
         layout += ["--master-addr", "127.0.0.1", "--master-port", free_port()] if len(gpus) > 1 else []
         self.flags = list(map(str, [*layout, *flags, "--out-dir", folder]))
+        self.joined = dict[int, list[str]]()  # the flags of nodes that have joined
         self.nodes = [self._started(node) for node in range(len(gpus))]
 
     def start(self, node: int) -> None:
         """Type a node's command again."""
         self.nodes[node] = self._started(node)
+
+    def address(self) -> str:
+        """Where others join the run now, which has said so."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not (found := re.findall(r"joins by: .* --join (\S+)", self.said())):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the run does not say how others join:\n{self.said()}")
+            time.sleep(0.02)
+        return found[-1]
+
+    def join(self, gpus: int) -> int:
+        """Start a machine that joins the run. Returns its number."""
+        node = len(self.nodes)
+        self.joined[node] = ["--join", self.address(), "-g", str(gpus), "--device", "cpu"]
+        self.gpus = (*self.gpus, gpus)
+        self.nodes.append(self._started(node))
+        return node
 
     def _started(self, node: int) -> subprocess.Popen:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{self.script.parents[1]}:{ROOT}"}
@@ -45,7 +63,7 @@ class PlayedRun:
 
     def command(self, node: int) -> list[str]:
         which = ["-i", str(node)] if len(self.gpus) > 1 else []
-        return [sys.executable, str(self.script), *self.flags, *which]
+        return [sys.executable, str(self.script), *self.joined.get(node, [*self.flags, *which])]
 
     def _read(self, process: subprocess.Popen, node: int) -> None:
         assert process.stdout

@@ -83,8 +83,9 @@ def enter(members: Membership) -> MembersChanged:
     """Wait at the standby of the rank that leads until it lets this process in, which is prepared."""
     leader, members.prepares_for = members.prepares_for, ""
     original, seconds, began = members.original, members.options.join_timeout_seconds, time.monotonic()
-    numbered = original.rank if members.has_number else None
-    say("the run is under way: waiting to be let in between two steps", numbered)
+    if members.has_number or original.local_rank == 0:
+        number = original.rank if members.has_number else None
+        say("the run is under way: waiting to be let in between two steps", number)
     if original.board:
         original.board.note(original, WAITS)
     members.leaders, heard = [leader, *members.leaders], began
