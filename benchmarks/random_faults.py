@@ -3,8 +3,9 @@
 
     random_faults.py [--faults 200] [--seed 1] [--picture docs/random-faults.png]
 
-The nodes of `-n 3 -g 2,1,1` run on this machine, in float64. The seed draws the faults: after which step, whom, and
-what: a worker, a supervisor or all of a node ended by SIGKILL, a worker by SIGSEGV, a worker stopped. A quarter of them
+The nodes of `-n 3 -g 2,1,1` run on this machine, in float64. The seed draws the events: after which step, whom, and
+what: a worker, a supervisor or all of a node ended by SIGKILL, a worker by SIGSEGV, a worker stopped, a machine that
+joins with one or two processes, one that leaves, as at Ctrl-C. There are at most eight ranks. A quarter of the events
 comes within the steps or the joining right after the one before. A node whose supervisor has ended, or that has left a
 worker out, is started again a moment later. A majority that can go on is always left. Compares all losses and the
 final weights with those of an undisturbed run. About forty minutes for 200 faults on two cores.
@@ -15,6 +16,7 @@ import collections
 import contextlib
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,9 +40,9 @@ FLAGS += ["--timeout", 5, "--join-timeout", 60]
 FLAGS += ["--lr", "1e-4"]  # more makes rounding grow in so long a run, on any layout: see docs/faults.md
 STEPS_BETWEEN = (150, 450)
 STEPS_SOON = (0, 20)
-KINDS = ("kill worker", "segv worker", "stop worker", "kill supervisor", "kill node")
-WEIGHTS = (4, 1, 2, 2, 3)
-VICTIMS = (4, 4, 1, 4)  # how likely each rank is: some processes are to live for long
+KINDS = ("kill worker", "segv worker", "stop worker", "kill supervisor", "kill node", "join", "leave")
+WEIGHTS = (4, 1, 2, 2, 3, 5, 3)
+MOST_RANKS = 8
 STALLED_SECONDS = 120.0
 SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
 
@@ -51,7 +53,7 @@ class Fault:
 
     steps_later: int  # than the fault before
     what: str
-    rank: int
+    number: int  # which of the nodes that are there, and of its workers
 
 
 @dataclass
@@ -68,7 +70,7 @@ def draw(count: int, seed: int) -> list[Fault]:
         Fault(
             chance.randint(*(STEPS_SOON if chance.random() < 0.25 else STEPS_BETWEEN)),
             chance.choices(KINDS, WEIGHTS)[0],
-            chance.choices(range(sum(GPUS)), VICTIMS)[0],
+            chance.randrange(1000),
         )
         for _ in range(count)
     ]
@@ -85,9 +87,9 @@ class Battered(PlayedRun):
         """Would workers that have been in the run for a while be left, and more of them than are stopped? One that is
         stopped might go on by itself, so those that are left need the majority; one that has ended does not count."""
         running, stopped = 0, len(victims) * stops
-        for node in range(len(GPUS)):
+        for node in range(len(self.nodes)):
             is_led = self.nodes[node].poll() is None  # else its workers are about to end
-            for one in self.workers(node).values():
+            for one in list(self.workers(node).values()):
                 with contextlib.suppress(*PROCESS_ENDED):
                     if is_led and one not in victims:
                         is_stopped = one.status() == psutil.STATUS_STOPPED
@@ -97,13 +99,19 @@ class Battered(PlayedRun):
 
     def inject(self, fault: Fault) -> bool:
         """Whether it could be done."""
-        node = self.node_of(fault.rank)
-        workers = self.workers(node)
-        if self.nodes[node].poll() is not None or not workers:
-            return False
+        there = {node: self.workers(node) for node, one in enumerate(self.nodes) if one.poll() is None}
+        there = {node: workers for node, workers in there.items() if workers}
+        if fault.what == "join":
+            size = 1 + fault.number % 2
+            if sum(map(len, there.values())) + size > MOST_RANKS:
+                return False
+            self.join(size)
+            self.done["join"] += 1
+            return True
+        node = sorted(there)[fault.number % len(there)]
+        workers = there[node]
         if fault.what.endswith("worker"):
-            local = fault.rank - sum(GPUS[:node])
-            victims = [sorted(workers.values(), key=lambda one: one.pid)[local % len(workers)]]
+            victims = [sorted(workers.values(), key=lambda one: one.pid)[fault.number % len(workers)]]
         else:
             victims = list(workers.values())
         if not self.may_lose(victims, stops=fault.what == "stop worker"):
@@ -113,6 +121,8 @@ class Battered(PlayedRun):
                 self.kill_node(node)
             elif fault.what == "kill supervisor":
                 self.nodes[node].kill()
+            elif fault.what == "leave":
+                self.nodes[node].send_signal(signal.SIGINT)
             elif fault.what == "stop worker":
                 victims[0].suspend()
             elif fault.what == "segv worker":
@@ -124,10 +134,10 @@ class Battered(PlayedRun):
 
     def bring_back(self, chance: random.Random) -> None:
         """Start the nodes again that have ended, or that lack a worker for long."""
-        for node in range(len(GPUS)):
+        for node in range(len(self.nodes)):
             now = time.monotonic()
             if self.nodes[node].poll() is None:
-                if len(self.workers(node)) == GPUS[node]:
+                if len(self.workers(node)) == self.gpus[node]:
                     self.thin_since.pop(node, None)
                 elif now - self.thin_since.setdefault(node, now) > 20:
                     self.kill_node(node)
@@ -139,11 +149,13 @@ class Battered(PlayedRun):
             elif now > self.returns[node]:
                 del self.returns[node]
                 self.thin_since.pop(node, None)
+                if node in self.joined:
+                    self.joined[node][1] = self.address()
                 self.start(node)
 
     def look(self) -> None:
         """Note what the processes hold."""
-        for node in range(len(GPUS)):
+        for node in range(len(self.nodes)):
             with contextlib.suppress(*PROCESS_ENDED):
                 supervisor = psutil.Process(self.nodes[node].pid)
                 for process, role in [
@@ -160,7 +172,7 @@ class Battered(PlayedRun):
 def batter(run: Battered, faults: list[Fault], total_steps: int, seed: int) -> None:
     """Inject all faults, and let the run come to its end."""
     chance, due, looked = random.Random(seed), list(faults), 0.0
-    next_at, last_step, moved = STEPS_BETWEEN[0], 0, time.monotonic()
+    next_at, last_step, moved, given_up = STEPS_BETWEEN[0], 0, time.monotonic(), 0.0
     while any(node.poll() != 0 for node in run.nodes):
         step = run.steps()
         if step != last_step:
@@ -171,8 +183,13 @@ def batter(run: Battered, faults: list[Fault], total_steps: int, seed: int) -> N
             raise SystemExit(f"no step for {STALLED_SECONDS:.0f} s after step {step}:\n{run.said()[-20000:]}")
         if due and step >= next_at and step < total_steps - 200 and run.inject(due[0]):
             fault = due.pop(0)
-            print(f"{len(faults) - len(due)}: after step {step}, {fault.what} of rank {fault.rank}", flush=True)
-            next_at = step + (due[0].steps_later if due else 0)
+            print(f"{len(faults) - len(due)}: after step {step}, {fault.what}", flush=True)
+            next_at, given_up = step + (due[0].steps_later if due else 0), 0.0
+        elif due and step >= next_at and step < total_steps - 200:
+            given_up = given_up or time.monotonic()
+            if time.monotonic() - given_up > 20:  # nobody is there who may be lost, or too many are there
+                run.done[f"left out: {due.pop(0).what}"] += 1
+                given_up = 0.0
         if step < total_steps - 200:
             run.bring_back(chance)
         if time.monotonic() - looked > 2:

@@ -14,10 +14,28 @@ import psutil
 import pytest
 
 from common.errors import Interrupted
-from common.launch.addresses import free_port
-from tests.harness import MNIST, Node, kill, play, playing, rows, rows_so_far, wait_until
+from common.join import network
+from common.launch.addresses import free_port, host_and_port
+from tests.harness import (
+    BERT,
+    FINETUNE,
+    MNIST,
+    TIMEOUT_SECONDS,
+    Node,
+    kill,
+    largest_difference,
+    losses,
+    play,
+    playing,
+    rows,
+    rows_so_far,
+    wait_until,
+    weights,
+)
+from tests.small_bert import save_model, save_ner
+from tests.test_bert_exactness import flags_of, text  # noqa: F401 (a fixture)
 from tests.test_elastic import causes, require_same
-from tests.trainers import Patient
+from tests.trainers import Patient, Unhurried
 
 SAVED = Interrupted.exit_code
 ELASTIC = ("--device", "cpu", "--no-plot", "--elastic", 1, "--timeout", 120)
@@ -35,11 +53,11 @@ class Run:
         self,
         folder: Path,
         *flags: object,
-        changes: dict[str, str] | None = None,
+        trainer: Patient | Unhurried | None = None,
         base: tuple[object, ...] = Patient.FLAGS,
     ):
         self.folder, self.commands, self.numbers = folder, [], itertools.count()
-        self.patient = Patient(folder.parent, changes)
+        self.patient = trainer or Patient(folder.parent)
         self.first = self.start(*base, "--out-dir", folder, *(flags or ("-g", 1)), *ELASTIC)
         self.wait_until_it_trains()
         self.address = self.address_in(self.first)
@@ -53,9 +71,18 @@ class Run:
     def join(self, *flags: object, address: str = "") -> playing:
         return self.start("--join", address or self.address, "--device", "cpu", *flags)
 
-    def address_in(self, command: playing) -> str:
-        """Where others join, as this command has said."""
-        return re.search(r"joins by: .* --join (\S+)", command.wait_for(" --join "))[1]
+    def address_in(self, *commands: playing) -> str:
+        """Where others join, as one of these commands has said."""
+
+        def answers(address: str) -> bool:
+            host, port = host_and_port(f"tcp://{address}")
+            return bool(network.listens(host, port, TIMEOUT_SECONDS))
+
+        def found() -> list[str]:
+            said = "".join(command.said() for command in commands)
+            return [one for one in re.findall(r"joins by: .* --join (\S+)", said) if answers(one)]
+
+        return wait_until(found, self)[-1]
 
     def wait_until_it_trains(self) -> None:
         wait_until(lambda: rows_so_far(self.folder, "train"), self)
@@ -63,7 +90,7 @@ class Run:
     def wait_for_members(self, *originals: int) -> None:
         def there() -> list[int]:
             found = rows_so_far(self.folder, "members")
-            return [one["original"] for one in found[-1]["ranks"]] if found else []
+            return sorted(one["original"] for one in found[-1]["ranks"]) if found else []
 
         wait_until(lambda: there() == list(originals), self)
 
@@ -84,8 +111,8 @@ class Run:
     def title(self) -> str:
         return f"{len(self.commands)} commands"
 
-    def end(self) -> int:
-        """Let it end, well on every machine that is there. Returns its last step."""
+    def end(self) -> int | None:
+        """Let it end, well on every machine that is there. Returns its last step, of a patient run."""
         last = self.patient.end(self.folder)
         codes = [result.code for command in self.commands for result in command.results()]
         assert not any(codes), self.said()
@@ -110,6 +137,48 @@ def test_machines_join_and_leave_and_one_dies_and_nothing_changes(undisturbed, t
     require_same(tmp_path / "run", undisturbed, under_way.end())
     assert "let in ranks 1 to 2, node 1" in causes(tmp_path / "run")[0]
     assert "rank 0, node 0" in causes(tmp_path / "run")[1] and "left: SIGINT on rank 0" in causes(tmp_path / "run")[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", [MNIST, BERT, FINETUNE], ids=["mnist", "pretraining", "fine-tuning"])
+def test_a_run_grows_from_one_process_to_seven_and_shrinks_to_another_one(script, text, tmp_path):  # noqa: F811
+    base = tuple(FLAGS[script](text, tmp_path))
+    play(script, (1,), tmp_path / "alone", *base)
+    under_way = Run(tmp_path / "run", trainer=Unhurried(tmp_path, script), base=base)
+    second = under_way.join("-g", 3)
+    under_way.wait_for_members(0, 1, 2, 3)
+    third = under_way.join("-g", 2)
+    under_way.wait_for_members(0, 1, 2, 3, 4, 5)
+    under_way.leaves(under_way.first)
+    under_way.wait_for_members(1, 2, 3, 4, 5)
+    kill(psutil.Process(second.processes[0].pid).children()[0].pid)
+    wait_until(
+        lambda: 6 in [one["original"] for one in rows_so_far(under_way.folder, "members")[-1]["ranks"]], under_way
+    )
+    last = under_way.join("-g", 1, address=under_way.address_in(second, third))
+    wait_until(
+        lambda: 7 in [one["original"] for one in rows_so_far(under_way.folder, "members")[-1]["ranks"]], under_way
+    )
+    under_way.leaves(second)
+    under_way.leaves(third)
+    under_way.wait_for_members(7)
+    under_way.end()
+    assert last.processes[0].exitcode == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+    found, wanted = (rows(tmp_path / name, "eval") for name in ("run", "alone"))
+    assert [(row["step"], row["count"]) for row in found] == [(row["step"], row["count"]) for row in wanted]
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in wanted], rel=1e-9)
+    assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "alone")) < 1e-9
+
+
+FLAGS = {
+    MNIST: lambda corpus, folder: (*Patient.FLAGS[:-1], 12),
+    BERT: lambda corpus, folder: flags_of(corpus, "mlm+nsp", "--precision", "fp64", "--epochs", 30),
+    FINETUNE: lambda corpus, folder: (
+        *("--task", "ner", "--model", save_model(folder / "model"), "--data", save_ner(folder / "ner")),
+        *("--global-batch", 16, "--lr", 3e-3, "--epochs", 60, "--precision", "fp64", "--dropout", 0),
+    ),
+}
 
 
 def causes_so_far(run: Run) -> list[str]:
@@ -173,7 +242,7 @@ def test_who_does_not_fit_the_run_is_told_so_and_the_run_goes_on(undisturbed, tm
     other = {
         WRONG_DATA: WRONG_DATA.replace("{fingerprint}", "{fingerprint}{__import__('os').environ.get('OTHER', '')}")
     }
-    under_way = Run(tmp_path / "run", changes=other)
+    under_way = Run(tmp_path / "run", trainer=Patient(tmp_path, other))
     for flags, said in {
         ("--lr", 0.5): "--lr is 0.5, but 0.008 in the run to join: leave it out here",
         ("-n", 2, "-g", "1,1", "-i", 0): "the run gives this machine its place: leave that out",

@@ -80,3 +80,19 @@ class Patient:
         length is compared with. It is made once below the folder `base`, for all tests."""
         play(MNIST, (1,), base / "undisturbed", *cls.FLAGS, "--max-steps", cls.LAST_STEP, "--keep", 100)
         return base / "undisturbed"
+
+
+class Unhurried:
+    """A copy of a trainer that takes a second a step from step 6 on, until the test lets it go on to its end at full
+    speed: for comparison with a whole run of the trainer. Give it so many steps that the test is done by then."""
+
+    def __init__(self, folder: Path, script: Path):
+        self.file = folder / "goes-on"
+        waits = f"""            if run.step >= 6 and not __import__('pathlib').Path({str(self.file)!r}).exists():
+                __import__("time").sleep(1)
+"""
+        self.script = altered(folder / "unhurried_ddp", {NEXT_STEP: waits + NEXT_STEP}, script)
+
+    def end(self, metrics: Path) -> None:
+        """Let the run go on to its end."""
+        self.file.touch()

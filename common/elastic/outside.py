@@ -1,17 +1,19 @@
 """From outside of a run: a machine that wants to join it (--join), and whoever asks it to end (--stop)."""
 
 import math
+import os
 import shlex
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from common.console import say
-from common.elastic.membership import Membership
+from common.elastic.membership import Membership, address_of
 from common.elastic.standby import Visit, posted_run, reach
 from common.errors import RunError, UserError
 from common.join import network
@@ -21,6 +23,7 @@ from common.join.store import HOST, SAY_EVERY_SECONDS, program, split
 from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
 
+ADDRESSES = "members.txt"  # in the folder of a run
 LISTEN_SECONDS = 2.0  # for a machine to accept a connection
 ANNOUNCE_SECONDS = 5.0  # after its ranks have joined, for a run with --elastic to say where its members are
 SEE = "the log of the run shows the address, at its line `members`"
@@ -33,12 +36,22 @@ def command(members: Membership, flag: str) -> str:
     return f"{shlex.join(program())} {flag} {address}"
 
 
+def write_addresses(folder: Path, views: list[dict]) -> None:
+    """Write into the folder of a run where its members can be reached: for --join and --stop with that folder."""
+    with suppress(OSError):  # a full disk is said where more depends on it
+        aside = folder / f".{ADDRESSES}-{os.getpid()}"
+        aside.write_text("".join(f"{address_of(view)}\n" for view in views))
+        aside.replace(folder / ADDRESSES)
+
+
 def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
-    """Where the rank that leads the run at `address`, HOST:PORT, can be reached, and what `Membership.run` says of it.
-    Waits at most `seconds` for a run that has not begun.
+    """Where the rank that leads the run at `address`, HOST:PORT or the folder of a run, can be reached, and what
+    `Membership.run` says of it. Waits at most `seconds` for a run that has not begun.
 
     Raises UserError where there is no run that others may join, and RunError where it does not begin.
     """
+    if Path(address).is_dir():
+        return _find_by_folder(flag, Path(address), secret, seconds)
     host, port = host_and_port(address)
     if not network.resolve(host):
         raise UserError(f"{flag} {address}: {socket.gethostname()} cannot resolve {host}: give a name or an address")
@@ -70,6 +83,27 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
     except RuntimeError:
         raise UserError(f"{flag} {address}: the run there has ended") from None
     raise RunError(f"{flag} {address}: no rank leads the run there, for {seconds:.0f} s (--join-timeout): see its log")
+
+
+def _find_by_folder(flag: str, folder: Path, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
+    is_time = Every(SAY_EVERY_SECONDS)
+
+    def look() -> tuple[str, dict[str, Any]] | None:
+        known = (folder / ADDRESSES).read_text().splitlines() if (folder / ADDRESSES).is_file() else []
+        for store in filter(None, map(reach, known)):
+            with suppress(RuntimeError):  # it has ended meanwhile
+                leader = leader_in(store)
+                if (there := reach(leader)) and (run := posted_run(there, secret)):
+                    return leader, run
+        return None
+
+    def meanwhile(elapsed_seconds: float) -> None:
+        if is_time():
+            say(f"waiting for the run in {folder}; giving up in {seconds - elapsed_seconds:.0f} s")
+
+    if found := poll(look, seconds, meanwhile):
+        return found
+    raise RunError(f"{flag} {folder}: no member of a run there has answered for {seconds:.0f} s (--join-timeout)")
 
 
 def _nothing(host: str, port: int) -> str:

@@ -33,15 +33,15 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on, and that no other program is given while this
-    process lives: between this answer and the moment when somebody listens, seconds may pass.
+    """A TCP port that nothing listens on, on no interface, and that no other program is given while this process lives:
+    between this answer and the moment when somebody listens, seconds may pass.
 
     The port stays bound, without being listened on. That hinders nobody who binds it with SO_REUSEADDR, as torch and
     Python's servers do, and keeps the system from giving it to others.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind(("", 0))
     _held.append(holder)
     return holder.getsockname()[1]
 

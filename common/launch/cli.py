@@ -199,8 +199,10 @@ def add_training_flags(
 def add_outside_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("members that come and go")
     joins = "add this machine, with -g GPUs, to a run with --elastic; its log shows the address, and its flags count"
-    group.add_argument("--join", type=values.host_and_port, metavar="HOST:PORT", help=joins)
-    group.add_argument("--stop", type=values.host_and_port, metavar="HOST:PORT", help="let that run save and end")
+    group.add_argument("--join", type=values.host_and_port_or_folder, metavar="HOST:PORT|DIR", help=joins)
+    group.add_argument(
+        "--stop", type=values.host_and_port_or_folder, metavar="HOST:PORT|DIR", help="let that run save and end"
+    )
     return group
 
 

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from common.launch.options import SaveEvery
@@ -36,11 +37,15 @@ def port(text: str) -> int:
     return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
 
-def host_and_port(text: str) -> str:
+def host_and_port_or_folder(text: str) -> str:
+    if Path(text).is_dir():
+        return text
     host, _, number = text.rpartition(":")
     is_address = bool(host) and not ("/" in host or (":" in host and not (host[0] == "[" and host[-1] == "]")))
     if not (is_address and number.isdecimal() and 1 <= int(number) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: give HOST:PORT (an IPv6 address in brackets)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed: give HOST:PORT (an IPv6 address in brackets), or the folder of a run"
+        )
     return text
 
 

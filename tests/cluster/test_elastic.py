@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import losses, rows, rows_so_far, wait_until
+from tests.harness import ROOT, losses, rows, rows_so_far, wait_until
 from tests.trainers import Patient
 
 PORT = 29670
@@ -84,3 +84,29 @@ def test_the_masters_host_dies_and_comes_back(hosts, tmp_path, undisturbed):
     for result in hosts.together(again, job.second):
         assert result.code == 0, result.output
     assert losses(tmp_path / "run") == pytest.approx(undisturbed[:last], rel=1e-9)
+
+
+def test_a_preempted_node_leaves_and_comes_back_and_nothing_is_lost(slurm, warm, tmp_path, undisturbed):
+    """An array of two tasks, each with a node of its own; a job of a partition that comes first takes one of them."""
+    trainer = Patient(tmp_path)
+    options = ("--parsable", "--array=0-1", "--exclusive", f"--chdir={tmp_path}", f"--output={tmp_path}/log-%a")
+    script = ROOT / "launch_scripts" / "slurm_elastic.sbatch"
+    training = (*Patient.FLAGS, "--device", "cpu", "--timeout", 20, "--no-plot")
+    number = slurm("sbatch", *options, script, trainer.script, *training, PYTHON=str(warm)).result().output.split()[-1]
+    folder = tmp_path / "runs" / f"slurm-{number}"
+
+    def ranks() -> int:
+        found = rows_so_far(folder, "members")
+        return len(found[-1]["ranks"]) if found else 0
+
+    wait_until(lambda: ranks() == 2)
+    urgent = ("--parsable", "--partition=urgent", "--exclusive", "--nodelist=nodeb", "--output=/dev/null")
+    first = slurm("sbatch", *urgent, "--wrap", "sleep infinity").result().output.split()[-1]
+    wait_until(lambda: ranks() == 1)
+    slurm("scancel", first).result()
+    wait_until(lambda: ranks() == 2)
+    last = trainer.end(folder)
+    wait_until(lambda: not slurm("squeue", "--noheader", "--jobs", number).result().output.strip())
+    assert losses(folder) == pytest.approx(undisturbed[:last], rel=1e-9)
+    joined, left, again = [row["cause"] for row in rows(folder, "members")]
+    assert "let in rank" in joined and "left: SIGTERM" in left and "let in rank" in again
