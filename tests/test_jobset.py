@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import jsonschema
 import pytest
@@ -10,9 +11,10 @@ import yaml
 from common.launch import cli
 from common.launch.addresses import host_and_port
 from common.launch.detect import layout_from
-from tests.harness import MNIST, ROOT, flags_of
+from tests.harness import MNIST, ROOT, flags_of, run
 
 MANIFEST = yaml.safe_load((ROOT / "launch_scripts" / "jobset_uneven.yaml").read_text())
+ELASTIC = yaml.safe_load((ROOT / "launch_scripts" / "jobset_elastic.yaml").read_text())
 SCHEMA = jsonschema.Draft202012Validator(json.loads((ROOT / "tests" / "jobset.schema.json").read_text()))
 
 
@@ -35,8 +37,32 @@ def layouts(monkeypatch) -> list:
     return found
 
 
-def test_the_manifest_is_valid():
-    assert [error.message for error in SCHEMA.iter_errors(MANIFEST)] == []
+@pytest.mark.parametrize("manifest", [MANIFEST, ELASTIC], ids=["uneven", "elastic"])
+def test_the_manifest_is_valid(manifest):
+    assert [error.message for error in SCHEMA.iter_errors(manifest)] == []
+
+
+def test_the_pods_that_come_and_go_do_in_bash_what_they_say(tmp_path):
+    """With a trainer that says how it was called, and that a run is under way there, or not."""
+    trainer, python = tmp_path / "mnist_ddp" / "mnist-distributed.py", tmp_path / "bin" / "python3"
+    for file in (trainer, python):
+        file.parent.mkdir()
+    python.write_text('#!/bin/bash\necho "$@" >> calls\n[[ "$*" != *--join* ]] || exit $(cat code)\n')
+    python.chmod(0o755)
+    first, more = (
+        job["template"]["spec"]["template"]["spec"]["containers"][0] for job in ELASTIC["spec"]["replicatedJobs"]
+    )
+    for pod, code, calls in ((first, 0, ["--join"]), (first, 1, ["--join", "--elastic"]), (more, 0, ["--join"])):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        (tmp_path / "code").write_text(str(code))
+        (text,) = pod["args"]
+        path = f"{python.parent}:{os.environ['PATH']}"
+        done = run(*pod["command"], text.replace("/shared", str(tmp_path / "shared")), cwd=tmp_path, PATH=path)
+        assert done.code == 0, done.output
+        said = (tmp_path / "calls").read_text().splitlines()
+        assert [line.split()[1] for line in said] == calls
+        for line in said:
+            assert {word for word in line.split() if word.startswith("--")} <= flags_of(MNIST)
 
 
 @pytest.mark.parametrize("path", ["spec.network.enableDnsHostnames", "spec.replicas", "spec.failurePolicy.maxRestart"])

@@ -50,8 +50,41 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
 
     Raises UserError where there is no run that others may join, and RunError where it does not begin.
     """
-    if Path(address).is_dir():
-        return _find_by_folder(flag, Path(address), secret, seconds)
+    folder, is_time, ranks_joined = Path(address), Every(SAY_EVERY_SECONDS), math.inf
+    if not folder.is_dir():
+        _require_run(flag, address)
+
+    def look() -> tuple[str, dict[str, Any]] | None:
+        nonlocal ranks_joined
+        file = folder / ADDRESSES
+        known = (file.read_text().splitlines() if file.is_file() else []) if folder.is_dir() else [_spaced(address)]
+        for store in filter(None, map(reach, known)):
+            with suppress(RuntimeError):  # it has ended meanwhile
+                leader = leader_in(store)
+                if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
+                    return leader, run
+                if not leader and store.check([CURRENT]):
+                    ranks_joined = min(ranks_joined, time.monotonic())
+        if time.monotonic() - ranks_joined > ANNOUNCE_SECONDS:
+            raise UserError(f"{flag} {address}: the run there was started without --elastic, so its ranks stay")
+        return None
+
+    def meanwhile(elapsed_seconds: float) -> None:
+        if is_time():
+            say(f"waiting for the run at {address}; giving up in {seconds - elapsed_seconds:.0f} s")
+
+    if found := poll(look, seconds, meanwhile):
+        return found
+    raise RunError(f"{flag} {address}: no member of a run there has answered for {seconds:.0f} s (--join-timeout)")
+
+
+def _spaced(address: str) -> str:
+    host, port = host_and_port(address)
+    return f"{host} {port}"
+
+
+def _require_run(flag: str, address: str) -> None:
+    """Raise UserError unless the store of a run of this code is served at HOST:PORT."""
     host, port = host_and_port(address)
     if not network.resolve(host):
         raise UserError(f"{flag} {address}: {socket.gethostname()} cannot resolve {host}: give a name or an address")
@@ -60,50 +93,6 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
         raise UserError(f"{flag} {address}: {_nothing(host, port)}")
     if not store.check([HOST]) and not leader_in(store):
         raise UserError(f"{flag} {address}: what answers there is no run of this code; {SEE}")
-    is_time, ranks_joined = Every(SAY_EVERY_SECONDS), math.inf
-
-    def look() -> tuple[str, dict[str, Any]] | None:
-        nonlocal ranks_joined
-        leader = leader_in(store)
-        if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
-            return leader, run
-        if not leader and store.check([CURRENT]):
-            ranks_joined = min(ranks_joined, time.monotonic())
-            if time.monotonic() - ranks_joined > ANNOUNCE_SECONDS:
-                raise UserError(f"{flag} {address}: the run there was started without --elastic, so its ranks stay")
-        return None
-
-    def meanwhile(elapsed_seconds: float) -> None:
-        if is_time():
-            say(f"waiting for the run at {address} to begin; giving up in {seconds - elapsed_seconds:.0f} s")
-
-    try:
-        if found := poll(look, seconds, meanwhile):
-            return found
-    except RuntimeError:
-        raise UserError(f"{flag} {address}: the run there has ended") from None
-    raise RunError(f"{flag} {address}: no rank leads the run there, for {seconds:.0f} s (--join-timeout): see its log")
-
-
-def _find_by_folder(flag: str, folder: Path, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
-    is_time = Every(SAY_EVERY_SECONDS)
-
-    def look() -> tuple[str, dict[str, Any]] | None:
-        known = (folder / ADDRESSES).read_text().splitlines() if (folder / ADDRESSES).is_file() else []
-        for store in filter(None, map(reach, known)):
-            with suppress(RuntimeError):  # it has ended meanwhile
-                leader = leader_in(store)
-                if (there := reach(leader)) and (run := posted_run(there, secret)):
-                    return leader, run
-        return None
-
-    def meanwhile(elapsed_seconds: float) -> None:
-        if is_time():
-            say(f"waiting for the run in {folder}; giving up in {seconds - elapsed_seconds:.0f} s")
-
-    if found := poll(look, seconds, meanwhile):
-        return found
-    raise RunError(f"{flag} {folder}: no member of a run there has answered for {seconds:.0f} s (--join-timeout)")
 
 
 def _nothing(host: str, port: int) -> str:

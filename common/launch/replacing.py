@@ -88,7 +88,7 @@ class Replacing:
             often = f"{MOST_SOON} times within {SOON_SECONDS:.0f} s of its start"
             self.leave_out(worker, f"has ended {often}")
             return None
-        say(f"rank {worker.rank} {cause}: starting another process for it")
+        say(f"rank {self.board.rank_of(worker)} {cause}: starting another process for it")
         return replace(worker, predecessor=cause)
 
     def leave_out(self, worker: Worker, why: str) -> None:

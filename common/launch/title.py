@@ -20,7 +20,8 @@ def name_worker(worker: Worker) -> None:
 def name_supervisor(layout: Layout) -> None:
     """Show this process as the supervisor of its node's workers."""
     last = layout.first_rank + layout.local_world_size - 1
-    _show(f"supervisor of ranks {layout.first_rank} to {last}", layout)
+    ranks = f"ranks {layout.first_rank} to {last}"
+    _show(f"supervisor of {ranks if not layout.joins else 'a machine that joins'}", layout)
 
 
 def _show(role: str, layout: Layout) -> None:
@@ -29,4 +30,4 @@ def _show(role: str, layout: Layout) -> None:
 
         script = Path(sys.argv[0])
         name = script.parent.name if script.name == "__main__.py" else script.name
-        setproctitle(f"{name} {role}" + f" (node {layout.node_rank})" * bool(layout.nodes))
+        setproctitle(f"{name} {role}" + f" (node {layout.node_rank})" * bool(layout.nodes and not layout.joins))
