@@ -55,10 +55,13 @@ class Run:
         *flags: object,
         trainer: Patient | Unhurried | None = None,
         base: tuple[object, ...] = Patient.FLAGS,
+        second: tuple[object, ...] = (),
     ):
         self.folder, self.commands, self.numbers = folder, [], itertools.count()
         self.patient = trainer or Patient(folder.parent)
         self.first = self.start(*base, "--out-dir", folder, *(flags or ("-g", 1)), *ELASTIC)
+        if second:
+            self.start(*base, "--out-dir", folder, *second, *ELASTIC)
         self.wait_until_it_trains()
         self.address = self.address_in(self.first)
 
@@ -236,6 +239,20 @@ def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undis
 
 
 WRONG_DATA = '        run.agree(data=f"{args.dataset} {fingerprint}")'
+
+
+def test_a_node_of_the_start_comes_back_although_a_machine_that_has_joined_leads(undisturbed, tmp_path):
+    layout = ("-n", 2, "-g", "1,1", "--master-addr", "127.0.0.1", "--master-port", free_port())
+    first = (*layout, "-i", 0)
+    under_way = Run(tmp_path / "run", *first, second=(*layout, "-i", 1))
+    under_way.join()
+    under_way.wait_for_members(0, 1, 2)
+    under_way.leaves(under_way.commands[1])
+    under_way.leaves(under_way.first)
+    under_way.wait_for_members(2)
+    under_way.start(*Patient.FLAGS, "--out-dir", tmp_path / "run", *first, *ELASTIC)
+    under_way.wait_for_members(0, 2)
+    require_same(tmp_path / "run", undisturbed, under_way.end())
 
 
 def test_who_does_not_fit_the_run_is_told_so_and_the_run_goes_on(undisturbed, tmp_path):

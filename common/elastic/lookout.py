@@ -61,10 +61,12 @@ def _look(members: Membership, stop: threading.Event, connections: Connections) 
 
 
 def _refuse_twice(members: Membership, number: int, one: dict, step_then: int) -> None:
-    """Refuse a process whose rank another one holds, once that one is known to be alive: steps were done since."""
-    holder = next((view for view in members.views if view["original"] == one["original"]), None)
+    """Refuse a process whose rank or GPU another one holds, once that one is known to be alive: steps were done
+    since."""
+    holder = members.holder(one)
     if holder and members.step > step_then + 1:
-        problem = f"rank {one['original']} is in the run already: {place(holder)}, pid {holder['pid']}"
+        what = f"rank {one['original']}" if holder["original"] == one["original"] else f"the GPU of {one['host']}"
+        problem = f"{what} is in the run already: {place(holder)}, pid {holder['pid']}"
         members.standby.answer(number, {"refused": problem})
 
 
@@ -105,7 +107,7 @@ def dismiss(members: Membership, error: ExplainedError | None = None) -> None:
 
     def everyone_waits() -> bool:
         members.read_new()
-        return len(members.views) + len(members.standby.waiting) >= members.original.world_size
+        return len(members.views) + len(members.standby.waiting) >= members.numbers.expected
 
     poll(everyone_waits, DISMISS_SECONDS)
     numbers = list(members.standby.waiting)

@@ -25,7 +25,7 @@ from common.join import ended, network
 from common.join.connections import Connections
 from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
-from common.join.view import places
+from common.join.view import layout_of, places
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port, is_loopback
 from common.launch.layout import Worker
@@ -49,7 +49,8 @@ def open_members(worker: Worker, options: JoinOptions) -> tuple[OpenStore, Membe
         # Node 0's workers reach the store by loopback; others, and machines that join, do not.
         here = network.own_address(options.interface)
     nodes = max(worker.layout.nodes, 1)
-    numbers = Numbers(worker.world_size, nodes, expected=worker.world_size)
+    layout = layout_of(worker.layout)
+    numbers = Numbers(worker.world_size, nodes, expected=worker.world_size, layout=layout)
     standby = Standby(here, options.secret)
     return opened, Membership(worker, options, standby, opened=opened, main=opened.store, numbers=numbers)
 

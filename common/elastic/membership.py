@@ -9,8 +9,8 @@ from typing import Any
 from common.elastic.standby import DEAD, Standby, states
 from common.elastic.state import InMemoryState
 from common.join.handshake import LEADER
-from common.join.store import OpenStore
-from common.join.view import RESUME, difference, layout_of, place
+from common.join.store import OpenStore, split
+from common.join.view import RESUME, difference, layout_of
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.version import versions
@@ -39,6 +39,7 @@ class Numbers:
     nodes: int = 0
     joined: dict[str, int] = field(default_factory=dict)  # node ranks of the machines that have joined, by `launch`
     expected: int = 0  # processes that are there or may come again
+    layout: dict[str, str] = field(default_factory=dict)  # with which the run was started
 
     def node_of(self, launch: str) -> int:
         """The node rank of a machine that joins."""
@@ -65,7 +66,7 @@ class Membership:
     prepares_for: str = ""
     # What this process has loaded, by name, which others must have too; None before that.
     loaded: dict[str, str] | None = None
-    numbers: "Numbers" = field(default_factory=lambda: Numbers())
+    numbers: Numbers = field(default_factory=Numbers)
     views: list[dict] = field(default_factory=list)  # of this generation's members, by rank
     rank: int = -1  # in this generation
     opened: OpenStore | None = None  # where the members of this generation meet
@@ -158,11 +159,12 @@ class Membership:
 
     def run(self) -> dict[str, Any]:
         """What a machine must know that wants to join the run (--join)."""
-        return {"flags": dict(self.options.flags), "size": self.original.run_size}
+        here = split(self.address)[0]
+        meets = self.original.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{here}:")
+        return {"flags": dict(self.options.flags), "size": self.original.run_size, "meets": meets}
 
     def read_new(self) -> None:
-        """Read who has come to the standby. Refuse those whose layout, flags, versions or data differ from this run's,
-        or whose GPU a member has."""
+        """Read who has come to the standby. Refuse those whose layout, flags, versions or data are not the run's."""
         self.standby.look()
         for number, one in list(self.standby.waiting.items()):
             if one.get("stop"):
@@ -172,23 +174,23 @@ class Membership:
 
     def _difference(self, one: dict) -> str | None:
         other = {**one, "rank": one["original"], "nodes": self.numbers.nodes, **one["claim"]}
-        mine = {**self.views[self.rank], "nodes": self.numbers.nodes, "layout": {}, **self.claim()}
-        if problem := difference(mine, other, tuple(section for section in COMPARED if section in one["claim"])):
-            return problem
-        twice = next((view for view in self.staying if view["gpu"] and view["gpu"] == one.get("gpu")), None)
-        return (
-            f"the GPU of {place(other)} is that of {place(twice)}: leave it out, or use --oversubscribe"
-            if twice
-            else None
-        )
+        mine = {**self.views[self.rank], "nodes": self.numbers.nodes, **self.claim(), "layout": self.numbers.layout}
+        return difference(mine, other, tuple(section for section in COMPARED if section in one["claim"]))
 
     def admissible(self, gone: Collection[int] = ()) -> list[tuple[int, dict]]:
-        """(number, what it has written) of those that wait, and whose rank no member holds that is not `gone`."""
+        """(number, what it has written) of those that wait, whose rank and GPU no member holds that is not `gone`."""
         if self.loaded is None:  # with which theirs would be compared
             return []
-        held = {view["original"] for view in self.views if view["rank"] not in gone}
-        waiting = sorted(self.standby.waiting.items())
-        return [(number, one) for number, one in waiting if "claim" in one and one["original"] not in held]
+        waiting = [(number, one) for number, one in sorted(self.standby.waiting.items()) if "claim" in one]
+        return [(number, one) for number, one in waiting if self.holder(one, gone) is None]
+
+    def holder(self, one: dict, gone: Collection[int] = ()) -> dict | None:
+        """The view of the member that is not `gone`, and has the rank or the GPU of one that waits."""
+        has_its_gpu = {view["rank"] for view in self.views if view["gpu"] and view["gpu"] == one["gpu"]}
+        for view in self.views:
+            if view["rank"] not in gone and (view["original"] == one["original"] or view["rank"] in has_its_gpu):
+                return view
+        return None
 
 
 def address_of(view: dict) -> str:

@@ -12,12 +12,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from common.errors import ExplainedError, UserError
 from common.launch import cli, supervisor, worker
-from common.launch.addresses import tcp_address
 from common.launch.detect import layout_from
 from common.launch.environment import check_environment
 from common.launch.layout import Layout
@@ -66,9 +64,7 @@ def _joining(parser: ArgumentParser, outside: Namespace) -> tuple[Namespace, Lay
     supervisor.expect_lost_processes()
     layout = layout_from(cli.layout_flags(outside))
     leader, run = importlib.import_module(OUTSIDE).find(*cli.run_to_find(outside))
-    host, _, port = leader.rpartition(" ")
-    meets = layout.init_method if not Path(outside.join).is_dir() else tcp_address(host, int(port))
-    place = replace(layout, leader=leader, run_size=run["size"], init_method=meets)
+    place = replace(layout, leader=leader, run_size=run["size"], init_method=run["meets"])
     return cli.flags_of_run(parser, run["flags"]), place
 
 

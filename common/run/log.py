@@ -1,7 +1,7 @@
 """The log of a run's optimizer steps: what each rank notes, what the ranks exchange, and what rank 0 writes of it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class StepLog:
         self.clock = Clock()
         self.noted: list[LocalStep] = []
         self.exchange_at = 1  # exchange once this many steps are noted
+        self.is_asked_for = False  # an exchange, by a rank, right after the last step
+        self.asks: Callable[[], bool] = bool  # whether this rank does
         self.exchange_seconds = 0.0  # that the last one took on this rank
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1  # of the last evaluation in the files
@@ -42,7 +44,7 @@ class StepLog:
         self.output: Output | None = None  # on rank 0, and on ranks that keep copies
         self.trace: Trace | None = None  # with --trace, from the first step until it is written
         if self.members.may_change:
-            self.timer.at_exchange = self.precision.reduce_with_gradients
+            self.timer.at_exchange = lambda: self.precision.reduce_with_gradients(self.asks())
 
     def open_together(self, folder: Path, first_step: int, total_steps: int, facts: dict[str, object]) -> bool:
         """Open the files of this run and print the header, with `facts` as further lines; returns whether there are
@@ -91,13 +93,15 @@ class StepLog:
         self.timer.end_step()
         if self.trace:
             self.trace.end_step(step)
-        self.noted.append(LocalStep(step, *self.precision.take_losses(), count, lr, grad_norm))
+        loss, global_loss, self.is_asked_for = self.precision.take_losses()
+        self.noted.append(LocalStep(step, loss, global_loss, count, lr, grad_norm))
         self.members.note_step(step, self.noted)
 
     @property
     def is_due(self) -> bool:
-        """True when an exchange is due, 1 to 5 seconds after the last; the same on every rank."""
-        return len(self.noted) >= self.exchange_at
+        """True when an exchange is due, 1 to 5 seconds after the last, or as a rank has asked (--elastic); the
+        same on every rank."""
+        return len(self.noted) >= self.exchange_at or self.is_asked_for
 
     def exchange(self, signal: int) -> ExchangedSteps | None:
         """Exchange what all ranks have noted, and write it. `signal` is that of `Ending`. None where nothing is noted.

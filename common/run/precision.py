@@ -31,7 +31,8 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_losses`
         self.has_had_loss = False  # since `take_losses`
-        self.summed: torch.Tensor | None = None  # the same over all ranks, once backward has returned
+        # Once backward has returned: the same over all ranks, and how many of them ask for an exchange of steps.
+        self.summed: torch.Tensor | None = None
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
@@ -43,16 +44,19 @@ class Precision:
         self.has_had_loss = True
         self.scaler.scale(loss).backward(**options)
 
-    def reduce_with_gradients(self) -> torch.Tensor:
+    def reduce_with_gradients(self, asks: bool) -> torch.Tensor:
         """What backward has had so far, for `StepTimer.at_exchange`. So every rank knows the loss of a step before it
-        takes the step, and a rank that is lost afterwards takes nothing with it."""
-        self.summed = self.backpropagated.clone()
+        takes the step, and a rank that is lost afterwards takes nothing with it. This rank `asks` for an exchange of
+        steps right after this one, or not."""
+        self.summed = torch.stack([self.backpropagated, torch.full_like(self.backpropagated, asks)])
         return self.summed
 
-    def take_losses(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def take_losses(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
         """The sum of the losses that `backward` has had since the last call, here and, where it was summed beside the
-        gradients, on all ranks."""
-        taken = self.backpropagated, self.summed
+        gradients, on all ranks; and whether a rank asks for an exchange of steps."""
+        summed = self.summed
+        everywhere, asked = (None, False) if summed is None else (summed[0], bool(summed[1] > 0))
+        taken = self.backpropagated, everywhere, asked
         self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
         self.has_had_loss = False
         return taken

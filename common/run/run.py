@@ -197,6 +197,7 @@ class Run:
         goes_on = self.step > 0 and self.members.generation > 0
         self.checkpointer = Checkpointer(self, wants_one=goes_on and not has_checkpoints)
         self.ending = Ending(self.group, self.members)
+        self.log.asks = lambda: bool(self.ending.signal or self.members.newcomers_wait)
         if goes_on:  # what was due after the last step may not have been done
             self._find_due(wants_evaluation(self))
         return self.model

@@ -29,7 +29,7 @@ from common.uneven.global_batches import GlobalBatchLoader, require_global_batch
 from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
 from common.uneven.guards.layers import refuse_batch_norm, refuse_strangers, say_noise
 from common.uneven.guards.same import description, require_same
-from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_number
+from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_numbers
 from common.uneven.options.empty_batches import EmptyPartsApart
 from common.uneven.options.global_batch import needs_whole_parts
 from common.uneven.options.local_sgd import LocalSGD
@@ -244,8 +244,8 @@ def _sum_over_ranks(
         timer.mark("ready")
         guard.exchanges += 1
     if timer.at_exchange and bucket.index() == 0:
-        number = timer.at_exchange()
+        numbers = timer.at_exchange()
         if sum_gradients is sum_bucket:
-            return sum_bucket(bucket, beside=number)
-        sum_number(number)
+            return sum_bucket(bucket, beside=numbers)
+        sum_numbers(numbers)
     return sum_gradients(bucket)

@@ -56,7 +56,7 @@ class StepTimer:
         self.current: Marks = {}
         self.item = 0  # items of the loader so far
         self.has_reduced = False  # since the last one
-        # Called when the exchange of a step's gradients begins; gives a number that is summed over the ranks with them.
+        # Called when the exchange of a step's gradients begins; gives numbers that are summed over the ranks with them.
         self.at_exchange: Callable[[], torch.Tensor] | None = None
         self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.

@@ -31,20 +31,20 @@ def sum_bucket(
     beside: torch.Tensor | None = None,
 ) -> Summed:
     """Start to sum a bucket over the process group `ranks`, by default all, as numbers of type `dtype`. The sum, times
-    `scale`, is in the bucket once backward returns, and so is that of the number `beside`.
+    `scale`, is in the bucket once backward returns, and so is that of the numbers `beside`.
 
     It is done without `then` of the all-reduce's future, whose function would run in a thread of the backend.
     """
     gradients = bucket.buffer()
     sent = gradients.to(dtype or gradients.dtype)
     if beside is not None:  # an all-reduce of its own would take as long as one of a small bucket
-        sent = torch.cat([sent, beside.reshape(1).to(sent.dtype)])
+        sent = torch.cat([sent, beside.to(sent.dtype)])
     work: Any = dist.all_reduce(sent, group=ranks, async_op=True)
 
     def finish() -> None:
         work.wait()
         if beside is not None:
-            beside.copy_(sent[-1])
+            beside.copy_(sent[len(gradients) :])
         if sent is not gradients:
             gradients.copy_(sent[: len(gradients)])
         if scale != 1.0:
@@ -54,9 +54,9 @@ def sum_bucket(
     return _done(gradients)
 
 
-def sum_number(number: torch.Tensor) -> None:
-    """Start to sum a number over all ranks. The sum is in it once backward returns."""
-    work: Any = dist.all_reduce(number, async_op=True)
+def sum_numbers(numbers: torch.Tensor) -> None:
+    """Start to sum numbers over all ranks. The sums are in it once backward returns."""
+    work: Any = dist.all_reduce(numbers, async_op=True)
     Variable._execution_engine.queue_callback(work.wait)
 
 
