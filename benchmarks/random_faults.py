@@ -237,7 +237,7 @@ def standstills(run: Battered) -> list[float]:
     """Seconds from the line that names a change of the members to the one that says who goes on, the longest first."""
     found, named = [], None
     for when, line in run.lines:
-        if "members  " in line:
+        if "members  " in line and "joins by" not in line:
             named = named or when
         elif "go on: " in line and named:
             found.append(when - named)
