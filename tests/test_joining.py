@@ -241,6 +241,32 @@ def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undis
 WRONG_DATA = '        run.agree(data=f"{args.dataset} {fingerprint}")'
 
 
+@pytest.mark.long
+def test_fifteen_machines_join_and_leave_one_after_the_other(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run")
+    for _ in range(15):
+        machine = under_way.join()
+        machine.wait_for("let in; the log of the run is")
+        under_way.leaves(machine, signal.SIGTERM)
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert len(rows(tmp_path / "run", "members")) >= 15
+
+
+def test_data_that_are_not_there_on_the_machine_that_joins_end_no_run(undisturbed, tmp_path):
+    missing = {
+        "        with run.first_on_node(": """        if __import__("os").environ.get("OTHER"):
+            raise __import__("common.errors").errors.UserError("--data-dir nowhere: no such folder")
+        with run.first_on_node("""
+    }
+    under_way = Run(tmp_path / "run", trainer=Patient(tmp_path, missing))
+    (tmp_path / "other").mkdir()
+    node = Node(["--join", under_way.address, "--device", "cpu"], {"OTHER": "1"})
+    (result,) = playing(under_way.patient.script, [node], tmp_path / "other").results()
+    assert result.code == 2 and "--data-dir nowhere: no such folder" in result.output, result.output
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert not rows(tmp_path / "run", "members")
+
+
 def test_a_node_of_the_start_comes_back_although_a_machine_that_has_joined_leads(undisturbed, tmp_path):
     layout = ("-n", 2, "-g", "1,1", "--master-addr", "127.0.0.1", "--master-port", free_port())
     first = (*layout, "-i", 0)
