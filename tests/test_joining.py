@@ -59,9 +59,9 @@ class Run:
     ):
         self.folder, self.commands, self.numbers = folder, [], itertools.count()
         self.patient = trainer or Patient(folder.parent)
-        self.first = self.start(*base, "--out-dir", folder, *(flags or ("-g", 1)), *ELASTIC)
+        self.first = self.start(*base, "--out-dir", folder, *ELASTIC, *(flags or ("-g", 1)))
         if second:
-            self.start(*base, "--out-dir", folder, *second, *ELASTIC)
+            self.start(*base, "--out-dir", folder, *ELASTIC, *second)
         self.wait_until_it_trains()
         self.address = self.address_in(self.first)
 
@@ -213,6 +213,47 @@ def test_the_last_machine_and_one_of_too_few_save_and_end_the_run(tmp_path):
     assert result.code == SAVED and "SIGINT on rank 0: ended after step" in result.output, result.output
 
 
+def test_a_machine_without_which_too_few_are_left_ends_the_run_and_says_why(tmp_path):
+    under_way = Run(tmp_path / "run", "-g", 2, "--elastic", 2)
+    other = under_way.join()
+    under_way.wait_for_members(0, 1, 2)
+    os.kill(under_way.first.processes[0].pid, signal.SIGTERM)
+    for command in (under_way.first, other):
+        (result,) = command.results()
+        why = "SIGTERM on rank 0, without whose node too few ranks are left (--elastic): ended after step"
+        assert result.code == SAVED and why in result.output, result.output
+
+
+def test_a_second_start_of_a_run_is_refused_and_the_run_is_found_by_its_folder_all_the_same(tmp_path):
+    under_way = Run(tmp_path / "run")
+    (second,) = under_way.start(*Patient.FLAGS, "--out-dir", tmp_path / "run", "-g", 1, *ELASTIC, "--resume").results()
+    assert second.code == 2 and f"--join {tmp_path / 'run'} joins it" in second.output, second.output
+    assert "another machine joins by" not in second.output
+    (asked,) = under_way.start("--stop", tmp_path / "run").results()
+    assert asked.code == 0 and "--stop: ended after step" in asked.output, asked.output
+
+
+def test_a_machine_finds_a_run_by_its_folder_which_may_not_be_there_yet(tmp_path):
+    patient = Patient(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    joins = playing(patient.script, [Node(["--join", tmp_path / "run", "--device", "cpu"])], tmp_path / "second")
+    joins.wait_for("(no run with --elastic has begun there); giving up in")
+    flags = [*Patient.FLAGS, "--out-dir", tmp_path / "run", "-g", 1, *ELASTIC]
+    first = playing(patient.script, [Node(flags)], tmp_path / "first")
+    joins.wait_for("let in; the log of the run is")
+    patient.end(tmp_path / "run")
+    assert [result.code for result in [*first.results(), *joins.results()]] == [0, 0]
+
+
+def test_ctrl_c_on_a_machine_that_looks_for_a_run_shows_no_traceback(tmp_path):
+    joins = playing(MNIST, [Node(["--join", tmp_path / "run", "--device", "cpu"])], tmp_path)
+    joins.wait_for("giving up in")
+    os.kill(joins.processes[0].pid, signal.SIGINT)
+    (result,) = joins.results()
+    assert result.code == 130 and "Traceback" not in result.output, result.output
+
+
 def test_two_machines_join_at_the_same_moment_and_one_that_dies_meanwhile_changes_nothing(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")
     first, second, third = under_way.join(), under_way.join(), under_way.join()
@@ -291,6 +332,10 @@ def test_who_does_not_fit_the_run_is_told_so_and_the_run_goes_on(undisturbed, tm
         ("-n", 2, "-g", "1,1", "-i", 0): "the run gives this machine its place: leave that out",
         ("-g", "2,2"): "with --join give one number, this machine's",
         ("--master-port", 29500): "--master-port 29500: the run gives this machine its place",
+        ("--max-steps", 5): "--max-steps is 5, but not given in the run to join: leave it out here",
+        ("--resume",): "--resume with --join: the run gives this machine its state and its folder",
+        ("--out-dir", tmp_path / "other"): "--out-dir with --join: the run gives this machine its state and its folder",
+        ("--stop", under_way.address): "unrecognized arguments: --join",
     }.items():
         refuse(under_way, said, *flags)
     folder = tmp_path / "other-data"

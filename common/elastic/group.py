@@ -7,8 +7,6 @@ from functools import partial
 
 import torch
 
-from common.console import say
-from common.elastic import outside
 from common.elastic.alone import alone
 from common.elastic.members import meet_again, open_members, prepare, surviving
 from common.elastic.membership import CONNECT_ATTEMPTS, Membership
@@ -63,9 +61,6 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
             set_timeout(membership.collective_seconds)
         connections.note()
-        if worker.is_main and not membership.has_led:
-            membership.has_led = True
-            say(f"members  another machine joins by: {outside.command(membership, '--join')}", rank=0)
         yield group, ElasticMembers(group, membership)
         leave()
     remove_meeting_file(worker)

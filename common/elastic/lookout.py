@@ -113,7 +113,7 @@ def dismiss(members: Membership, error: ExplainedError | None = None) -> None:
     numbers = list(members.standby.waiting)
     why = f": {error}" * (error is not None)
     for number in numbers:
-        missed = ", without this rank" * (not members.standby.waiting[number].get("stop"))
-        ended = f"the run has ended meanwhile{missed}{why}"
+        missed = " meanwhile, without this rank" * (not members.standby.waiting[number].get("stop"))
+        ended = f"the run has ended{missed}{why}"
         members.standby.answer(number, {"ended": ended, "code": error.exit_code if error else 0})
     poll(lambda: members.standby.store.add("dismissed", 0) >= len(numbers), DISMISS_SECONDS)

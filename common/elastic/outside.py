@@ -22,26 +22,28 @@ from common.join.handshake import leader_in
 from common.join.store import HOST, SAY_EVERY_SECONDS, program, split
 from common.join.waiting import Every, poll
 from common.launch.addresses import host_and_port, tcp_address
+from common.launch.values import is_folder
 
 ADDRESSES = "members.txt"  # in the folder of a run
 LISTEN_SECONDS = 2.0  # for a machine to accept a connection
 ANNOUNCE_SECONDS = 5.0  # after its ranks have joined, for a run with --elastic to say where its members are
 SEE = "the log of the run shows the address, at its line `members`"
+FIND_SECONDS = 15.0  # a run that is to end
 STOP_SECONDS = 600.0  # for a run to save and end
 
 
-def command(members: Membership, flag: str) -> str:
-    """What to type where --join or --stop is to find this run."""
-    address = tcp_address(*split(members.address)).removeprefix("tcp://")
-    return f"{shlex.join(program())} {flag} {address}"
-
-
-def write_addresses(folder: Path, views: list[dict]) -> None:
-    """Write into the folder of a run where its members can be reached: for --join and --stop with that folder."""
+def say_how_to_join(members: Membership, folder: Path) -> None:
+    """Say where others join this run, where that is new. Write the addresses of its members into its folder, for --join
+    and --stop with that folder. Call it once the folder is this run's."""
     with suppress(OSError):  # a full disk is said where more depends on it
         aside = folder / f".{ADDRESSES}-{os.getpid()}"
-        aside.write_text("".join(f"{address_of(view)}\n" for view in views))
+        aside.write_text("".join(f"{address_of(view)}\n" for view in members.views))
         aside.replace(folder / ADDRESSES)
+    if not members.has_led:
+        members.has_led = True
+        address = tcp_address(*split(members.address)).removeprefix("tcp://")
+        secret = " --secret-file FILE" * bool(members.options.secret)
+        say(f"members  another machine joins by: {shlex.join(program())} --join {address}{secret}", rank=0)
 
 
 def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
@@ -51,13 +53,12 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
     Raises UserError where there is no run that others may join, and RunError where it does not begin.
     """
     folder, is_time, ranks_joined = Path(address), Every(SAY_EVERY_SECONDS), math.inf
-    if not folder.is_dir():
+    if not is_folder(address):
         _require_run(flag, address)
 
     def look() -> tuple[str, dict[str, Any]] | None:
         nonlocal ranks_joined
-        file = folder / ADDRESSES
-        known = (file.read_text().splitlines() if file.is_file() else []) if folder.is_dir() else [_spaced(address)]
+        known = _read_addresses(folder) if is_folder(address) else [_spaced(address)]
         for store in filter(None, map(reach, known)):
             with suppress(RuntimeError):  # it has ended meanwhile
                 leader = leader_in(store)
@@ -71,11 +72,18 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
 
     def meanwhile(elapsed_seconds: float) -> None:
         if is_time():
-            say(f"waiting for the run at {address}; giving up in {seconds - elapsed_seconds:.0f} s")
+            missing = is_folder(address) and not (folder / ADDRESSES).is_file()
+            why = "no run with --elastic has begun there" if missing else "no member of it answers: has it ended?"
+            say(f"waiting for the run at {address} ({why}); giving up in {seconds - elapsed_seconds:.0f} s")
 
     if found := poll(look, seconds, meanwhile):
         return found
     raise RunError(f"{flag} {address}: no member of a run there has answered for {seconds:.0f} s (--join-timeout)")
+
+
+def _read_addresses(folder: Path) -> list[str]:
+    file = folder / ADDRESSES
+    return file.read_text().splitlines() if file.is_file() else []
 
 
 def _spaced(address: str) -> str:
@@ -106,6 +114,7 @@ def _nothing(host: str, port: int) -> str:
 
 def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
     """Ask the run at `address` to save and end, and wait for that. Returns what it has said at its end."""
+    seconds = min(seconds, FIND_SECONDS)
     leader, _ = find(flag, address, secret, seconds)
     until = time.monotonic() + STOP_SECONDS
     while time.monotonic() < until:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common.elastic.copies import ranks_with_copies, send_files
 from common.elastic.members import enter
 from common.elastic.membership import Change, Membership
-from common.elastic.outside import write_addresses
+from common.elastic.outside import say_how_to_join
 from common.elastic.state import InMemoryState, restore_from_members
 from common.join.members import Members
 from common.join.process_group import Group
@@ -80,8 +80,6 @@ class ElasticMembers(Members):
         dist.broadcast_object_list(named, src=0)  # any rank may have to go on with the run's files
         if newest_step:
             self.copies = ranks_with_copies(self.group, self.generation, named[0], resume, newest_step)
-            if self.group.worker.is_main:
-                write_addresses(named[0], self.group.views)
         return named[0]
 
     def restore(self, folder: Path, model: torch.nn.Module, states: dict[str, Stateful]) -> int | None:
@@ -97,6 +95,8 @@ class ElasticMembers(Members):
         self.membership.state = InMemoryState(folder, step, model, states)
 
     def send_files(self, folder: Path) -> None:
+        if self.group.worker.is_main:
+            say_how_to_join(self.membership, folder)
         send_files(self.group, folder, self.copies)
 
     def note_step(self, step: int, noted: list[Any]) -> None:

@@ -79,7 +79,7 @@ def posted_run(store: dist.Store, secret: bytes) -> dict | None:
         return None
     code, _, content = store.get("run").decode(errors="replace").partition(" ")
     if not is_sealed(secret, code, "run", content):
-        raise UserError(f"{OTHER_SECRET} than the run: give the same on every node")
+        raise UserError("--secret-file, or UNEVEN_DDP_SECRET, is not what the run has: give the same, or none as there")
     return json.loads(content)
 
 

@@ -198,7 +198,8 @@ def add_training_flags(
 
 def add_outside_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("members that come and go")
-    joins = "add this machine, with -g GPUs, to a run with --elastic; its log shows the address, and its flags count"
+    joins = "add this machine, with -g processes, to a run with --elastic: HOST:PORT is in its log, DIR is its folder; "
+    joins += "flags that are left out are the run's; waits for --join-timeout"
     group.add_argument("--join", type=values.host_and_port_or_folder, metavar="HOST:PORT|DIR", help=joins)
     group.add_argument(
         "--stop", type=values.host_and_port_or_folder, metavar="HOST:PORT|DIR", help="let that run save and end"
@@ -215,6 +216,12 @@ def flags_outside(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
     add_layout_flags(known)
     add_outside_flags(known)
     found = known.parse_known_args()[0]
+    if found.stop:
+        stops = argparse.ArgumentParser(prog=parser.prog, allow_abbrev=False, description="what goes with --stop")
+        stops.add_argument("--stop")
+        stops.add_argument("--secret-file")
+        stops.add_argument("--join-timeout")
+        stops.parse_args()
     return found if found.join or found.stop else None
 
 
@@ -237,11 +244,19 @@ def flags_of_run(parser: argparse.ArgumentParser, told: dict[str, Any]) -> argpa
             actions[name].required = False
             taken[name] = _value_of(actions[name], value)
     args = parser.parse_args(namespace=argparse.Namespace(**taken))
+    for name in ("resume", "out_dir"):
+        if getattr(args, name, None) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} with --join: the run gives this machine its state and its folder: leave it out")
     for name in taken.keys() - parser.get_default("may_differ"):
         if plain(typed := getattr(args, name)) != told[name]:
-            flag = actions[name].option_strings[0]
-            raise UserError(f"{flag} is {shown(typed)}, but {shown(taken[name])} in the run to join: leave it out here")
+            flag, here, there = actions[name].option_strings[0], _in_words(typed), _in_words(taken[name])
+            raise UserError(f"{flag} is {here}, but {there} in the run to join: leave it out here")
     return args
+
+
+def _in_words(value: object) -> str:
+    return "not given" if value is None or value is False else "given" if value is True else shown(value)
 
 
 def _value_of(action: argparse.Action, value: Any) -> Any:

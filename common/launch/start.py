@@ -18,6 +18,7 @@ from common.errors import ExplainedError, UserError
 from common.launch import cli, supervisor, worker
 from common.launch.detect import layout_from
 from common.launch.environment import check_environment
+from common.launch.interruption import INTERRUPTED
 from common.launch.layout import Layout
 from common.sockets import keep_paths_short
 
@@ -44,6 +45,8 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
         _require_torch()
     except ExplainedError as error:
         parser.exit(error.exit_code, f"{parser.prog}: error: {error}\n")
+    except KeyboardInterrupt:  # while it looks for a run
+        parser.exit(INTERRUPTED)
     workers = layout.workers()
     if len(workers) > 1 or getattr(args, "elastic", None):  # whose workers are replaced
         sys.exit(supervisor.supervise(target, workers, args))

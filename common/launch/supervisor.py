@@ -62,6 +62,8 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
             )
 
         code = _run_all(_Workers(workers, process_of, board, replacing), args, interruption)
+        if interruption.received and board.leader and all(board.doing(one) in (STARTS, WAITS) for one in workers):
+            say("this node was not in the run yet, which goes on")
         if threading.active_count() > 1:  # one that comes back from torch while Python ends would abort the process
             flush()
             os._exit(code)

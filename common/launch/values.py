@@ -37,11 +37,16 @@ def port(text: str) -> int:
     return _number(int, text, "a port from 1 to 65535", lambda value: 1 <= value <= 65535)
 
 
+def is_folder(text: str) -> bool:
+    """Whether this value of --join is a folder, which may not be there yet."""
+    return "/" in text or Path(text).is_dir()
+
+
 def host_and_port_or_folder(text: str) -> str:
-    if Path(text).is_dir():
+    if is_folder(text):
         return text
     host, _, number = text.rpartition(":")
-    is_address = bool(host) and not ("/" in host or (":" in host and not (host[0] == "[" and host[-1] == "]")))
+    is_address = bool(host) and not (":" in host and not (host[0] == "[" and host[-1] == "]"))
     if not (is_address and number.isdecimal() and 1 <= int(number) <= 65535):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed: give HOST:PORT (an IPv6 address in brackets), or the folder of a run"

@@ -30,6 +30,6 @@ def lock(folder: Path, takes_over: bool = False) -> IO[str]:
             return file
         raise UserError(
             f"--out-dir {folder}: another run is writing there at this moment: wait for it, or end its processes: "
-            f"their hosts and pids are in {folder / 'run.json'}"
+            f"their hosts and pids are in {folder / 'run.json'}; with --elastic, --join {folder} joins it"
         )
     return file

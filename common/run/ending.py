@@ -67,6 +67,8 @@ class Ending:
         nodes = [node for node in self.nodes if not received.keys().isdisjoint(node)]
         leaving = sorted(rank for node in nodes for rank in node)
         self.leaving = leaving if number != STOP and self.members.can_go_on_without(leaving) else []
+        if self.members.may_change and number != STOP and not self.leaving and len(nodes) < len(self.nodes):
+            self.interrupted_by += ", without whose node too few ranks are left (--elastic)"
         self.interrupts.all_know = not self.leaving or self.rank in self.leaving
 
     def stop(self, step: int, finish: Callable[[], None]) -> None:
