@@ -10,9 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from common.elastic.change import LEADS, attend
+from common.elastic.members import may_lead
 from common.elastic.membership import ADDRESSES, Membership
 from common.elastic.standby import Standby
 from common.join.connections import cut_off
+from common.join.handshake import LEADER
 from common.join.lost import is_contact_lost
 from common.join.store import serve_at
 from common.join.waiting import limit
@@ -246,3 +248,16 @@ def test_ranks_that_wait_on_the_store_come_when_another_one_has_lost_contact(und
     play(losing, (3, 1), tmp_path / "run", *FLAGS, "--elastic", 1, "--timeout", 15)
     require_same(tmp_path / "run", undisturbed)
     assert causes(tmp_path / "run")[0].startswith("lost rank 3, node 1"), causes(tmp_path / "run")
+
+
+def test_who_waits_goes_to_the_member_that_leads_and_to_another_one_once_that_has_ended():
+    first, second = Standby("127.0.0.1"), Standby("127.0.0.1")
+    for standby in (first, second):
+        standby.store.set(LEADER, first.address)
+    assert may_lead(first.store, first.address) and not may_lead(second.store, second.address)
+    second.store.set(LEADS, "")
+    assert may_lead(second.store, second.address)
+    second.store.delete_key(LEADS)
+    assert not may_lead(second.store, second.address)
+    del first.store  # its process has ended
+    wait_until(lambda: may_lead(second.store, second.address))

@@ -16,13 +16,14 @@ from functools import partial
 import torch.distributed as dist
 
 from common.console import say
-from common.elastic.change import attend, follow, meet
+from common.elastic.change import LEADS, attend, follow, meet
 from common.elastic.lookout import LOOK_SECONDS, dismiss, leader_at, looking_out
 from common.elastic.membership import ADDRESSES, Change, Membership, Numbers, address_of
-from common.elastic.standby import ALIVE, ANSWER_SECONDS, REACH_SECONDS, SILENT, Standby, reach
+from common.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, REACH_SECONDS, SILENT, Standby, reach, states
 from common.errors import ExplainedError, Left, MembersChanged, RankLost, RunError, before_exit
 from common.join import ended, network
 from common.join.connections import Connections
+from common.join.handshake import leader_in
 from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost, within
 from common.join.store import OpenStore, open_store, split
 from common.join.view import layout_of, places
@@ -100,7 +101,7 @@ def enter(members: Membership) -> MembersChanged:
                 with suppress(RuntimeError, ValueError):  # its process has ended: another one leads
                     if store.check([ADDRESSES]):
                         members.leaders = json.loads(store.get(ADDRESSES))
-                    if verdict := attend(members, store, left):
+                    if may_lead(store, address) and (verdict := attend(members, store, left)):
                         change = follow(members, store, verdict)
                         _say_where_the_log_is(change.worker, verdict["members"][0])
                         return change
@@ -108,6 +109,12 @@ def enter(members: Membership) -> MembersChanged:
             raise RunError("no member of the run answers any more: has it ended? See the logs of the other nodes")
         time.sleep(LOOK_SECONDS)
     raise RunError(f"the members of the run have let nobody in for {seconds:.0f} s (--join-timeout): see their log")
+
+
+def may_lead(store: dist.Store, address: str) -> bool:
+    """Whether the process with this standby leads the members, or is about to, because the one that did has ended."""
+    leader = leader_in(store)
+    return leader in ("", address) or store.check([LEADS]) or states([leader]) == [DEAD]
 
 
 def _say_where_the_log_is(worker: Worker, leader: dict) -> None:
