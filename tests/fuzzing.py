@@ -332,8 +332,12 @@ GUEST: dict = {
     "host": "nodeb",
     "predecessor": "",
     "late": False,
+    "local_rank": 0,
+    "launch": "",
+    "gpu": "",
+    "stop": False,
 }
-GUEST["claim"] = {name: VIEW[name] for name in ("layout", "versions", "flags")}
+GUEST["claim"] = {**{name: VIEW[name] for name in ("layout", "versions", "flags")}, "data": {}}
 
 
 @functools.cache

@@ -80,7 +80,12 @@ def posted_run(store: dist.Store, secret: bytes) -> dict | None:
     code, _, content = store.get("run").decode(errors="replace").partition(" ")
     if not is_sealed(secret, code, "run", content):
         raise UserError("--secret-file, or UNEVEN_DDP_SECRET, is not what the run has: give the same, or none as there")
-    return json.loads(content)
+    try:
+        run = json.loads(content)
+        kinds = isinstance(run["flags"], dict), type(run["size"]) is int, run["meets"].startswith("tcp://")
+        return run if all(kinds) and run["size"] > 0 else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # anyone may have written it
+        return None
 
 
 class Visit:

@@ -264,7 +264,10 @@ def _value_of(action: argparse.Action, value: Any) -> Any:
     if value == plain(action.default):
         return action.default
     if isinstance(value, str) and callable(action.type):
-        return action.type(value)
+        try:
+            return action.type(value)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise UserError(f"--join: the run has {action.option_strings[0]} {value}, which is none: {error}") from None
     return tuple(value) if isinstance(value, list) else value
 
 
