@@ -12,6 +12,7 @@ from common.join import meeting_file
 from common.launch import cli
 from common.launch.addresses import free_port, host_and_port, tcp_address
 from common.launch.detect import layout_from
+from common.launch.options import LayoutFlags
 from common.launch.slurm import expand_counts, expand_hosts
 
 TORCHRUN = {
@@ -373,3 +374,9 @@ def test_a_free_port_is_given_to_nobody_else_but_can_be_listened_on():
         socket.create_connection(("127.0.0.1", port))
     with socket.create_server(("127.0.0.1", port)):
         socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_a_launcher_that_would_start_a_joining_machine_several_times_is_refused():
+    with pytest.raises(UserError, match="under a launcher, which starts it several times: type it once, with -g"):
+        layout_from(LayoutFlags(join="nodea:29500", device="cpu"), TORCHRUN)
+    assert layout_from(LayoutFlags(join="nodea:29500", device="cpu", gpus=(3,)), {}).local_world_size == 3

@@ -73,7 +73,11 @@ def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, d
     def meanwhile(elapsed_seconds: float) -> None:
         if is_time():
             missing = is_folder(address) and not (folder / ADDRESSES).is_file()
-            why = "no run with --elastic has begun there" if missing else "no member of it answers: has it ended?"
+            why = (
+                "no run with --elastic has begun there"
+                if missing
+                else "no member of it answers: has it begun, has it ended?"
+            )
             say(f"waiting for the run at {address} ({why}); giving up in {seconds - elapsed_seconds:.0f} s")
 
     if found := poll(look, seconds, meanwhile):

@@ -20,6 +20,8 @@ def from_join(flags: LayoutFlags, environ: Mapping[str, str]) -> Layout | None:
         raise UserError(f"--join {flags.join} with {other[0]}: the run gives this machine its place: leave that out")
     if flags.gpus and len(flags.gpus) > 1:
         raise UserError(f"-g/--gpus is {','.join(map(str, flags.gpus))}: with --join give one number, this machine's")
+    if any(environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+        raise UserError(f"--join {flags.join} under a launcher, which starts it several times: type it once, with -g")
     size = flags.gpus[0] if flags.gpus else places_here(flags, environ)
     device_type, devices = devices_for(flags, environ, size, f"-g {size}")
     return Layout(
