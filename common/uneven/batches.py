@@ -74,6 +74,9 @@ def change(batch: Any, function: Callable[[Any], Any]) -> Any:
         return None
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return dataclasses.replace(batch, **{name: change(getattr(batch, name), function) for name in names})
     if isinstance(batch, Mapping):
         changed: Any = copy.copy(batch)  # of the same type, such as the BatchEncoding of transformers
         changed.update({name: change(value, function) for name, value in batch.items()})
@@ -84,9 +87,6 @@ def change(batch: Any, function: Callable[[Any], Any]) -> Any:
         if not any(isinstance(value, torch.Tensor | Mapping | list | tuple | None) for value in batch):
             return function(batch)  # one text or number for each sample
         return type(batch)(change(value, function) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch)]
-        return dataclasses.replace(batch, **{name: change(getattr(batch, name), function) for name in names})
     if isinstance(batch, bool | int | float | str):  # a setting that is the same for all rows
         return batch
     raise UserError(

@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""The host's part of a step: a whole trainer and minimal.py's loop beside a bare DDP loop, in turns in one process.
+
+    host.py [--case mlp,bert,mnist] [--ranks 1,2] [--turns 7] [--seconds 1.5] [flags of a trainer, such as --balance auto]
+
+Where a step has little to compute, what the host does for it decides. `bert` has the 202 parameters of BERT-base at a
+width of 8, `mlp` has 4, `mnist` is the trainer's network on 256 images. All loops have the same batches, fused AdamW
+and schedule; `bare` is DDP around them, `wrapper` the loop of mnist_ddp/minimal.py, `trainer` that of
+mnist_ddp/train.py with its log. Each rank has a core of its own. The parts are microseconds of the median turn.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from common.launch import cli, start
+
+BATCHES = {"mlp": 32, "bert": 8, "mnist": 256}
+SAMPLES = 1_000_000  # of an epoch that never ends
+WARM_UP = 60  # steps of each loop
+LOOPS = ("bare", "wrapper", "trainer")
+
+
+def parser() -> ArgumentParser:
+    flags = cli.parser(__doc__)
+    cli.add_batch_flags(flags, global_batch=256)
+    cli.add_link_flags(flags)
+    cli.add_training_flags(flags, epochs=1, lr=1e-3)
+    cli.add_output_flags(flags)
+    flags.add_argument("--case", default="mlp,bert,mnist")
+    flags.add_argument("--ranks", default="1,2")
+    flags.add_argument("--turns", type=int, default=7)
+    flags.add_argument("--seconds", type=float, default=1.5, help="of a turn")
+    return flags
+
+
+def network(case: str) -> tuple[Any, Any, Callable]:
+    """(a network, a data set whose batches are tuples of tensors, the summed loss)."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from common.uneven.loading import BatchedDataset
+
+    torch.manual_seed(0)
+    if case == "bert":
+        from transformers import BertConfig, BertForMaskedLM
+
+        size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
+        net: Any = BertForMaskedLM(BertConfig(**size, max_position_embeddings=8, hidden_dropout_prob=0.0))
+        inputs, labels = torch.randint(16, (4096, 4)), torch.randint(16, (4096, 4))
+    elif case == "mlp":
+        net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+        inputs, labels = torch.randn(4096, 16), torch.randint(16, (4096,))
+    else:
+        from mnist_ddp.model import ConvNet
+
+        net, inputs, labels = ConvNet(), torch.randn(4096, 1, 28, 28), torch.randint(10, (4096,))
+
+    class Samples(BatchedDataset):
+        def __len__(self) -> int:
+            return SAMPLES
+
+        def get_batch(self, indices: list[int]) -> Any:
+            chosen = torch.tensor(indices, dtype=torch.int64) % len(inputs)
+            return inputs[chosen], labels[chosen]
+
+    def compute_loss(model: Any, batch: Any) -> Any:
+        scores = model(batch[0]).logits.flatten(0, 1) if case == "bert" else model(batch[0])
+        return cross_entropy(scores, batch[1].flatten(), reduction="sum")
+
+    return net, Samples(), compute_loss
+
+
+class Laps:
+    """Seconds by part of a turn."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.last = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
+
+
+def bare_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace, lap: Laps) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(net)
+    optimizer, scheduler = recipe(model)
+    order = torch.randperm(SAMPLES)
+    each, rank = args.global_batch // dist.get_world_size(), dist.get_rank()
+    for begin in range(rank * each, SAMPLES, args.global_batch):
+        batch = dataset.get_batch(order[begin : begin + each].tolist())
+        lap("loader")
+        loss = compute_loss(model, batch) / each
+        lap("forward")
+        loss.backward()
+        lap("backward")
+        optimizer.step()
+        lap("optimizer")
+        scheduler.step()
+        lap("scheduler")
+        optimizer.zero_grad()
+        lap("zero_grad")
+        yield
+
+
+def wrapper_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace, lap: Laps) -> Iterator[None]:
+    from common.uneven import ddp
+    from common.uneven.global_batches import GlobalBatchLoader
+
+    batches = GlobalBatchLoader(dataset, args.global_batch)
+    model = ddp.wrap(net, batches, compute_loss, pad_empty_batch=args.case == "bert")
+    optimizer, scheduler = recipe(model)
+    for batch in batches:
+        lap("loader")
+        for micro, is_last in batch.micro_batches():
+            with model.no_sync(enabled=not is_last):
+                lap("guards")
+                loss = compute_loss(model, micro) / batch.global_count
+                lap("forward")
+                loss.backward()
+                lap("backward")
+        lap("guards")
+        optimizer.step()
+        lap("optimizer")
+        scheduler.step()
+        lap("scheduler")
+        optimizer.zero_grad()
+        lap("zero_grad")
+        yield
+
+
+def trainer_loop(run: Any, net: Any, dataset: Any, compute_loss: Callable, lap: Laps) -> Iterator[None]:
+    batches = run.global_batches(dataset)
+    optimizer, scheduler = recipe(net)
+    run.resume(net, optimizer=optimizer, scheduler=scheduler)
+    model = run.wrap(net, compute_loss, pad_empty_batch=run.args.case == "bert")
+    while not run.is_done:
+        lap("due")
+        batch = next(batches)
+        lap("loader")
+        for micro, is_last in batch.micro_batches():
+            with model.no_sync(enabled=not is_last):
+                lap("guards")
+                with run.autocast():
+                    loss_sum = compute_loss(model, micro)
+                lap("forward")
+                run.backward(loss_sum / batch.global_count)
+                lap("backward")
+        lap("guards")
+        run.optimizer_step(optimizer)
+        lap("optimizer")
+        scheduler.step()
+        lap("scheduler")
+        optimizer.zero_grad()
+        lap("zero_grad")
+        run.end_step()
+        lap("log")
+        yield
+
+
+def recipe(model: Any) -> tuple[Any, Any]:
+    from torch.optim import AdamW
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    return optimizer, OneCycleLR(optimizer, 1e-3, total_steps=SAMPLES)
+
+
+def measure(worker: Any, args: Namespace) -> None:
+    """What each rank runs: all loops in turns. Rank 0 prints {loop: [microseconds a step of each turn]}, and parts."""
+    import torch.distributed as dist
+
+    from common.run import Run
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[worker.local_rank % len(cores)]})
+    warnings.filterwarnings("ignore", message="an optimizer trains parameters")  # the bare loop's
+    args.global_batch = BATCHES[args.case]
+    with Run(worker, args, name="host") as run:
+        laps = {loop: Laps() for loop in LOOPS}
+        loops: dict[str, Iterator[None]] = {
+            "bare": bare_loop(*network(args.case), args, laps["bare"]),
+            "wrapper": wrapper_loop(*network(args.case), args, laps["wrapper"]),
+            "trainer": trainer_loop(run, *network(args.case), laps["trainer"]),
+        }
+        for loop in loops.values():
+            for _ in range(WARM_UP):
+                next(loop)
+        began = time.perf_counter()
+        for _ in range(WARM_UP):
+            next(loops["bare"])
+        known = [(time.perf_counter() - began) / WARM_UP]
+        dist.broadcast_object_list(known)
+        steps = max(20, int(args.seconds / known[0]))
+        took: dict[str, list[float]] = {loop: [] for loop in LOOPS}
+        parts: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
+        for turn in range(args.turns):
+            for loop in LOOPS if turn % 2 == 0 else reversed(LOOPS):
+                dist.barrier()
+                laps[loop].seconds.clear()
+                laps[loop].last = began = time.perf_counter()
+                for _ in range(steps):
+                    next(loops[loop])
+                took[loop].append((time.perf_counter() - began) / steps * 1e6)
+                parts[loop].append({part: all_of / steps * 1e6 for part, all_of in laps[loop].seconds.items()})
+        if worker.is_main:
+            middle = {
+                loop: {
+                    part: statistics.median(one.get(part, 0.0) for one in parts[loop])
+                    for part in dict.fromkeys(part for one in parts[loop] for part in one)
+                }
+                for loop in LOOPS
+            }
+            (Path(args.out_dir) / "found.json").write_text(json.dumps({"took": took, "parts": middle}))
+        run.total_steps = run.step
+
+
+def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["-g", ranks, "--device", "cpu", "--case", case, "--out-dir", folder, "--save-every", "10h"]
+        flags += ["--turns", args.turns, "--seconds", args.seconds, *more]
+        command = [sys.executable, __file__, *map(str, flags)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            sys.exit(f"host.py: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        found = json.loads((Path(folder) / "found.json").read_text())
+    took, parts = found["took"], found["parts"]
+    names = list(dict.fromkeys(part for loop in reversed(LOOPS) for part in parts[loop]))
+    for loop in LOOPS:
+        ratio = statistics.median(a / b for a, b in zip(took[loop], took["bare"], strict=True))
+        cells = [f"{parts[loop].get(part, 0.0):.0f}" for part in names]
+        head = "| case | ranks | loop | µs a step | of bare | " + " | ".join(names) + " |"
+        if loop == "bare":
+            print(f"{head}\n{'| --- ' * (head.count('|') - 1)}|")
+        time_us = statistics.median(took[loop])
+        print(f"| {case} | {ranks} | {loop} | {time_us:.0f} | {ratio:.2f} | {' | '.join(cells)} |", flush=True)
+    print()
+
+
+def main() -> None:
+    from benchmarks.machine import describe
+
+    args, more = parser().parse_known_args()
+    more = [one for one in sys.argv[1:] if one in more]
+    for case in args.case.split(","):
+        for ranks in map(int, args.ranks.split(",")):
+            show(case, ranks, args, more)
+    print(f"Medians of {args.turns} turns. {describe()}")
+
+
+if __name__ == "__main__":
+    if "-g" in sys.argv:  # as `show` starts it
+        start.main(parser(), "benchmarks.host:measure", cli.check_training)
+    else:
+        main()
