@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The host's part of a step: a whole trainer and minimal.py's loop beside a bare DDP loop, in turns in one process.
 
-    host.py [--case mlp,bert,mnist] [--ranks 1,2] [--turns 7] [--seconds 1.5] [flags of a trainer, such as --balance auto]
+    host.py [--case mlp,bert,mnist] [--ranks 1,2] [--turns 7] [--seconds 1.5] [--balance auto]
 
 Where a step has little to compute, what the host does for it decides. `bert` has the 202 parameters of BERT-base at a
 width of 8, `mlp` has 4, `mnist` is the trainer's network on 256 images. All loops have the same batches, fused AdamW
@@ -31,6 +31,7 @@ from common.launch import cli, start
 BATCHES = {"mlp": 32, "bert": 8, "mnist": 256}
 SAMPLES = 1_000_000  # of an epoch that never ends
 WARM_UP = 60  # steps of each loop
+BLOCKS = 10  # of each loop in a turn
 LOOPS = ("bare", "wrapper", "trainer")
 
 
@@ -210,18 +211,25 @@ def measure(worker: Any, args: Namespace) -> None:
             next(loops["bare"])
         known = [(time.perf_counter() - began) / WARM_UP]
         dist.broadcast_object_list(known)
-        steps = max(20, int(args.seconds / known[0]))
+        steps = max(3, int(args.seconds / BLOCKS / known[0]))  # of a block
+        for one in laps.values():
+            one.seconds.clear()
         took: dict[str, list[float]] = {loop: [] for loop in LOOPS}
         parts: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
-        for turn in range(args.turns):
-            for loop in LOOPS if turn % 2 == 0 else reversed(LOOPS):
-                dist.barrier()
+        for _ in range(args.turns):
+            seconds = dict.fromkeys(LOOPS, 0.0)
+            for block in range(BLOCKS):  # short ones, because the machine is faster at one time than at another
+                for loop in LOOPS if block % 2 == 0 else reversed(LOOPS):
+                    dist.barrier()
+                    laps[loop].last = began = time.perf_counter()
+                    for _ in range(steps):
+                        next(loops[loop])
+                    seconds[loop] += time.perf_counter() - began
+            for loop in LOOPS:
+                took[loop].append(seconds[loop] / (BLOCKS * steps) * 1e6)
+                each = laps[loop].seconds.items()
+                parts[loop].append({part: all_of / (BLOCKS * steps) * 1e6 for part, all_of in each})
                 laps[loop].seconds.clear()
-                laps[loop].last = began = time.perf_counter()
-                for _ in range(steps):
-                    next(loops[loop])
-                took[loop].append((time.perf_counter() - began) / steps * 1e6)
-                parts[loop].append({part: all_of / steps * 1e6 for part, all_of in laps[loop].seconds.items()})
         if worker.is_main:
             middle = {
                 loop: {

@@ -1,7 +1,9 @@
 """metrics.jsonl: what a run has measured, for programs. One object a line."""
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +53,30 @@ class Metrics:
         return rows
 
     def write(self, kind: str, step: int, **numbers: Any) -> None:
-        """Append a row in one write. `epoch` is that of the step; a number that is not finite becomes null.
+        """Append a row, and those added before. `epoch` is that of the step; a number that is not finite becomes null.
 
         Raises RunError when the disk is full.
         """
-        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
-        row |= {name: None for name, one in row.items() if isinstance(one, float) and not math.isfinite(one)}
-        try:
-            self.file.write(json.dumps(row) + "\n")
+        self.add(kind, step, **numbers)
+        with self._explained():
             self.file.flush()
+
+    def add(self, kind: str, step: int, **numbers: Any) -> None:
+        """Like `write`, but the row may be in the file only once another one is written."""
+        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        for name, one in numbers.items():
+            if isinstance(one, float) and not math.isfinite(one):
+                row[name] = None
+        with self._explained():
+            self.file.write(json.dumps(row) + "\n")
+        self.trackers(row)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are intact") from error
-        self.trackers(row)
 
     def close(self) -> None:
         """Once, or more often."""

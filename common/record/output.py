@@ -97,23 +97,24 @@ class Output:
         self.samples += samples
         self.last_step = done[-1].step
         stops = self.options.flags.get("on_nan") != "skip"
+        changes = [change for change in self.plan.changes if change.from_step > self.shares_written]
         for one in done:
             if stops and not math.isfinite(one.loss):  # the trainer ends the run here
                 break
-            for change in self.plan.changes:
-                if self.shares_written < change.from_step < one.step:
-                    self.shares_written = change.from_step
-                    self.metrics.write("shares", change.from_step + 1, shares=change.samples)
+            while changes and changes[0].from_step < one.step:
+                change = changes.pop(0)
+                self.shares_written = change.from_step
+                self.metrics.add("shares", change.from_step + 1, shares=change.samples)
             if one.step % self.options.log_every == 0:
                 numbers = {"loss": one.loss, "lr": one.lr, "grad_norm": one.grad_norm}
-                self.metrics.write("train", one.step, **numbers, samples_per_second=rate)
+                self.metrics.add("train", one.step, **numbers, samples_per_second=rate)
         means = {f"{name}_ms": [round(ms, 3) for ms in part.mean(dim=1).tolist()] for name, part in times.items()}
         shares, seconds = self.plan.shares_at(self.last_step - 1), round(clock.seconds, 3)
         self.metrics.write("ranks", self.last_step, training_seconds=seconds, shares=shares, **means)
         for name, part in times.items():
             self.spent_ms[TIMES[name]] += float(part.mean(dim=0).sum())
-        changes = (abs(now - said) for now, said in zip(shares, self.said_shares, strict=True))
-        if max(changes) > SAID_AGAIN * self.plan.global_batch:
+        differences = (abs(now - said) for now, said in zip(shares, self.said_shares, strict=True))
+        if max(differences) > SAID_AGAIN * self.plan.global_batch:
             self.said_shares = shares
             self.terminal.line(f"step {self.last_step}: shares by speed: {wording.runs(shares)}")
         self.terminal.progress(self.last_step, f"loss {done[-1].loss:.4f}, {rate:,.0f} {self.options.unit}/s")

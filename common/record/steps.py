@@ -23,7 +23,7 @@ OTHER_RATE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LocalStep:
     """One optimizer step as this rank knows it. Tensors stay on the device."""
 
@@ -41,7 +41,7 @@ class LocalStep:
         return GlobalStep(self.step, float(self.global_loss), float(self.lr), float(self.grad_norm))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GlobalStep:
     """One optimizer step as all ranks know it."""
 
@@ -87,7 +87,7 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     different learning rates.
     """
     losses = torch.stack([one.loss for one in noted])
-    norms = torch.stack([one.grad_norm.detach().to(losses) for one in noted])
+    norms = torch.stack([one.grad_norm for one in noted]).detach().to(losses)
     numbers = [
         [one.count, float(one.lr), took.loading, took.compute, took.exchange, *now.values()]
         for one, took in zip(noted, timer.take(), strict=True)

@@ -21,7 +21,7 @@ from common.uneven.guards.losses import few_counted_problem, first_loss_problem
 if TYPE_CHECKING:
     from common.run.run import Run
 
-MOST_STEPS_NOTED = 100  # between two exchanges
+MOST_STEPS_NOTED = 5000  # between two exchanges
 
 
 class StepLog:
@@ -96,6 +96,8 @@ class StepLog:
         loss, global_loss, self.is_asked_for = self.precision.take_losses()
         self.noted.append(LocalStep(step, loss, global_loss, count, lr, grad_norm))
         self.members.note_step(step, self.noted)
+        if len(self.noted) + 1 >= self.exchange_at:
+            self.timer.begin_checks()  # what goes wrong is found before all ranks take it for done
 
     @property
     def is_due(self) -> bool:
@@ -145,15 +147,15 @@ class StepLog:
     def _name_not_finite(self, steps: ExchangedSteps) -> None:
         """Print whose samples have given a loss that is not finite, and which steps are skipped."""
         skips = self.precision.skips
-        for index, done in enumerate(steps.done):
-            finite = steps.by_rank["loss"][:, index].isfinite()
-            ranks = (~finite).nonzero().flatten().tolist()
-            if ranks or (skips and not steps.by_rank["grad_norm"][:, index].isfinite().all()):
-                what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
-                ending = ": this step changes no weight (--on-nan skip)" if skips else ""
-                self.line(f"step {done.step}: {what} is not finite{ending}")
-                if not skips:  # the run ends here
-                    return
+        losses, norms = (~steps.by_rank[name].isfinite() for name in ("loss", "grad_norm"))  # (ranks, steps)
+        wrong = losses | norms if skips else losses
+        for index in wrong.any(dim=0).nonzero().flatten().tolist():
+            ranks = losses[:, index].nonzero().flatten().tolist()
+            what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
+            ending = ": this step changes no weight (--on-nan skip)" if skips else ""
+            self.line(f"step {steps.done[index].step}: {what} is not finite{ending}")
+            if not skips:  # the run ends here
+                return
 
     def _judge(self, first: GlobalStep, count: float) -> None:
         """Print what is suspicious about the loss of step 1."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from common.errors import RunError, UserError
 from common.uneven.guards.gradients import IS_REDUCED
 
 MOST_SKIPPED = 10  # steps in a row
+SMALL = 2**17  # numbers of all parameters together
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,10 +30,12 @@ class Precision:
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.backpropagated = torch.zeros((), dtype=torch.float64, device=device)  # since `take_losses`
-        self.has_had_loss = False  # since `take_losses`
-        # Once backward has returned: the same over all ranks, and how many of them ask for an exchange of steps.
+        self.backpropagated: torch.Tensor | None = None  # the losses that backward has had since `take_losses`
+        # Once backward has returned: their sum over all ranks, and how many of these ask for an exchange of steps.
         self.summed: torch.Tensor | None = None
+        # The model and the optimizers of the last step, the round in which they were looked at, and the parameters.
+        self.norm: Callable[[list[torch.Tensor]], torch.Tensor] = get_total_norm
+        self.known: tuple[list[Any], int, list[torch.nn.Parameter]] = [], 0, []
 
     def autocast(self) -> AbstractContextManager:
         """Use around the forward pass only; backward uses the types that forward chose."""
@@ -40,42 +43,54 @@ class Precision:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled up under fp16."""
-        self.backpropagated += loss.detach().sum()
-        self.has_had_loss = True
+        mine = loss.detach().to(torch.float64, copy=True)  # the trainer may change its own
+        mine = mine.sum() if mine.dim() else mine
+        self.backpropagated = mine if self.backpropagated is None else self.backpropagated + mine
         self.scaler.scale(loss).backward(**options)
 
     def reduce_with_gradients(self, asks: bool) -> torch.Tensor:
         """What backward has had so far, for `StepTimer.at_exchange`. So every rank knows the loss of a step before it
         takes the step, and a rank that is lost afterwards takes nothing with it. This rank `asks` for an exchange of
         steps right after this one, or not."""
-        self.summed = torch.stack([self.backpropagated, torch.full_like(self.backpropagated, asks)])
+        self.summed = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.backpropagated is not None:
+            self.summed[0] = self.backpropagated
+        self.summed[1] = asks
         return self.summed
 
     def take_losses(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
         """The sum of the losses that `backward` has had since the last call, here and, where it was summed beside the
-        gradients, on all ranks; and whether a rank asks for an exchange of steps."""
+        gradients, on all ranks; and whether a rank asks for an exchange of steps. There must have been one."""
+        assert self.backpropagated is not None
         summed = self.summed
         everywhere, asked = (None, False) if summed is None else (summed[0], bool(summed[1] > 0))
         taken = self.backpropagated, everywhere, asked
-        self.backpropagated, self.summed = torch.zeros_like(self.backpropagated), None
-        self.has_had_loss = False
+        self.backpropagated = self.summed = None
         return taken
 
-    def step(self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer) -> torch.Tensor:
+    def step(
+        self, model: torch.nn.Module, clip_norm: float, *optimizers: torch.optim.Optimizer, round_of_checks: int = 0
+    ) -> torch.Tensor:
         """Clip the gradients to a norm of `clip_norm` (infinity: not at all) and take a step of each optimizer.
 
         `model` must have the parameters that the optimizers train, and no others: they are clipped by their common
-        norm. Raises UserError where it has not, and where a gradient is not summed over the ranks.
+        norm. Raises UserError where it has not, and where a gradient is not summed over the ranks: that is looked at
+        once in each `round_of_checks`.
 
         Returns the norm before clipping, a scalar on the device. Gradients are the same on every rank by now, so all
         ranks clip alike and, under fp16, skip the same steps.
         """
-        _require_summed_gradients(model, optimizers)
+        known, checked_in, parameters = self.known
+        if checked_in != round_of_checks or known != [model, *optimizers]:
+            _require_summed_gradients(model, optimizers)
+            parameters = list(model.parameters())
+            self.known = [model, *optimizers], round_of_checks, parameters
+            self.norm = norm_for(parameters)
         for one in optimizers:
             self.scaler.unscale_(one)
-        norm = get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+        norm = self.norm([one.grad for one in parameters if one.grad is not None])
         if math.isfinite(clip_norm):  # otherwise it would multiply all gradients by 1
-            clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+            clip_grads_with_norm_(parameters, clip_norm, norm)
         if self.skips and self.name != "fp16" and self._is_skipped(norm):  # fp16's scaler skips such steps itself
             return norm
         for one in optimizers:
@@ -104,6 +119,15 @@ class Precision:
         if not math.isfinite(loss):
             fix += ' (a loss with reduction="mean" is not a number on a rank whose part is empty: sum it)'
         raise RunError(f"the {what}: {fix}; the checkpoints before it are intact", same_on_every_rank=True)
+
+
+def norm_for(parameters: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """A function of gradients that returns their common norm, a scalar. Those of few numbers, of one type, it puts into
+    one vector, which takes a quarter of the time."""
+    kinds = {(one.dtype, one.device) for one in parameters}
+    if len(kinds) > 1 or sum(one.numel() for one in parameters) > SMALL:
+        return get_total_norm
+    return lambda gradients: torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]))
 
 
 def _require_summed_gradients(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

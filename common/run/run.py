@@ -148,6 +148,7 @@ class Run:
             return
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.nodes = LocalSGD(net, batches.sampler, batches.timer, self.group.ranks_of_nodes, *outer)
+        self.optimizers = {one for one in states.values() if isinstance(one, torch.optim.Optimizer)}
         self.states = {**states, "scaler": self.precision.scaler, **self.nodes.states}
         self.config = cli.config(args) | {"global_batch": batches.plan.global_batch} | (settings or {})
         self.folder = open_folder(self.group, self.members, self.options)
@@ -236,8 +237,7 @@ class Run:
         """
         if not hasattr(self, "model"):
             raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
-        known = [one for one in self.states.values() if isinstance(one, torch.optim.Optimizer)]
-        if known and any(all(one is not other for other in known) for one in optimizers):
+        if any(one not in self.optimizers for one in optimizers) and self.optimizers:
             raise UserError(
                 "run.optimizer_step() was given an optimizer that run.resume() was not, so that no checkpoint would "
                 "have its state: give run.resume() all of them, and step these"
@@ -245,7 +245,8 @@ class Run:
         if self.batches.last.step != self.step:
             raise UserError(f"step {self.step + 1} has had no run.end_step(): call it at the end of each step")
         self.lr = optimizers[0].param_groups[0]["lr"]
-        self.grad_norm = self.precision.step(self.model if model is None else model, clip_norm, *optimizers)
+        which = self.model if model is None else model
+        self.grad_norm = self.precision.step(which, clip_norm, *optimizers, round_of_checks=self.batches.timer.round)
 
     def end_step(self) -> None:
         """The optimizer step is done: note it, and find out what is due. Every rank must call this.
@@ -258,7 +259,7 @@ class Run:
                 "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
                 "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
             )
-        if not self.precision.has_had_loss:
+        if self.precision.backpropagated is None:
             raise UserError(
                 "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
                 "fp16 know nothing"

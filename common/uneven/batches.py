@@ -13,6 +13,8 @@ import torch
 
 from common.errors import UserError
 
+PARTS = (torch.Tensor, list, tuple, Mapping)  # of a batch, that have rows
+
 
 def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterator[tuple[Any, bool]]:
     """Yield pieces of at most `micro_batch` rows of a rank's part of one optimizer step, each with `is_last`.
@@ -30,26 +32,29 @@ def micro_batches(part: Any, expected: Sized, micro_batch: int | None) -> Iterat
             "function must make a row for each sample that it is given"
         )
     size = micro_batch or max(1, rows)
-    starts = range(0, max(1, rows), size)
+    if rows <= size:
+        yield part, True
+        return
+    starts = range(0, rows, size)
     for start in starts:
         yield take_rows(part, slice(start, start + size)), start == starts[-1]
 
 
 def rows_in(batch: Any) -> int:
     """The number of rows of a batch. Raises UserError where its tensors do not have the same number."""
-    counts: dict[int, str] = {}
+    leaves: dict[int, Any] = {}  # by their number of rows
 
     def count(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
             raise UserError("a tensor of the batch has no rows: collate a number for each sample, not one for all")
-        counts.setdefault(len(leaf), f"{len(leaf)} ({_described(leaf)})")
+        leaves.setdefault(len(leaf), leaf)
         return leaf
 
     change(batch, count)
-    if len(counts) != 1:
-        found = " and ".join(counts.values()) or "none"
+    if len(leaves) != 1:
+        found = " and ".join(f"{rows} ({_described(leaf)})" for rows, leaf in leaves.items()) or "none"
         raise UserError(f"the tensors of a batch must have the same number of rows, one for each sample, not {found}")
-    return next(iter(counts))
+    return next(iter(leaves))
 
 
 def take_rows(batch: Any, rows: slice) -> Any:
@@ -63,7 +68,10 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+        wanted = dtype if leaf.is_floating_point() else None
+        if leaf.device == device and wanted in (None, leaf.dtype):
+            return leaf  # `to` would take longer to find that out
+        return leaf.to(device, wanted, non_blocking=True)
 
     return change(batch, to)
 
@@ -74,6 +82,10 @@ def change(batch: Any, function: Callable[[Any], Any]) -> Any:
         return None
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        if not any(value is None or isinstance(value, PARTS) for value in batch):
+            return function(batch)  # one text or number for each sample
+        return type(batch)([change(value, function) for value in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch)]
         return dataclasses.replace(batch, **{name: change(getattr(batch, name), function) for name in names})
@@ -81,12 +93,8 @@ def change(batch: Any, function: Callable[[Any], Any]) -> Any:
         changed: Any = copy.copy(batch)  # of the same type, such as the BatchEncoding of transformers
         changed.update({name: change(value, function) for name, value in batch.items()})
         return changed
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+    if isinstance(batch, tuple):  # with names
         return type(batch)(*(change(value, function) for value in batch))
-    if isinstance(batch, list | tuple):
-        if not any(isinstance(value, torch.Tensor | Mapping | list | tuple | None) for value in batch):
-            return function(batch)  # one text or number for each sample
-        return type(batch)(change(value, function) for value in batch)
     if isinstance(batch, bool | int | float | str):  # a setting that is the same for all rows
         return batch
     raise UserError(

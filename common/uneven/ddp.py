@@ -15,7 +15,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,11 +47,12 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def __init__(self, net: torch.nn.Module, timer: StepTimer, guard: Guard, **options: Any):
         super().__init__(net, **options)  # sends rank 0's buffers
         self.timer, self.guard = timer, guard
-        guard.watch(timer.device, self.process_group, timer.models)
+        guard.watch(timer, self.process_group)
         for parameter in net.parameters():
             if parameter.requires_grad:
                 setattr(parameter, IS_REDUCED, True)
         self.in_micro_batch = False  # of `no_sync`
+        self.is_alone = dist.get_world_size() == 1
         self.reduced_item = 0  # the number of the loader's item whose gradients were summed last
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -61,6 +62,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 "backward of a micro-batch inside. For anything else use the module itself, frozen or under "
                 "torch.no_grad()"
             )
+        if self.is_alone:  # there is nothing to exchange, and nothing to prepare for it
+            return self.module(*inputs, **named)
         return super().forward(*inputs, **named)
 
     @contextmanager
@@ -68,8 +71,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """Use around forward *and* backward of every micro-batch, with `enabled=False` for the last one of a step:
         its backward sums the gradients over the ranks, and those before it accumulate them on each rank.
 
-        Forward must be inside, because DDP decides there whether the next backward exchanges. With one process there
-        is nothing to exchange, so DDP need not copy gradients.
+        Forward must be inside, because DDP decides there whether the next backward exchanges.
 
         Raises UserError where the last backward has not reached every parameter, where gradients would be summed
         twice, where training has changed a buffer,
@@ -84,31 +86,31 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             )
         if self.reduced_item and (is_last or self.reduced_item < timer.item):
             self.guard.require_no_gradients(same_step=self.reduced_item == timer.item)
-        alone = dist.get_world_size() == 1
         timer.unmark("ready")
         timer.tell("pass")
-        with (
-            self.guard.micro_batch(is_last),
-            self.micro_batch(),
-            nullcontext() if is_last and not alone else super().no_sync(),
-        ):
-            yield
+        self.guard.begin_micro_batch(is_last)
+        try:
+            with self.micro_batch(exchanges=is_last):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise self.guard.too_large(error) from error
         timer.tell("passed")
         if is_last:
-            if alone:
+            if self.is_alone:
                 timer.mark("ready")
             timer.mark("reduced")
             self.reduced_item = timer.item
-            self.guard.require_complete(all_reduced=timer.is_marked("ready"))
+        self.guard.end_micro_batch(is_last)
 
     @contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Allow forward in the body."""
-        self.in_micro_batch = True
+    def micro_batch(self, exchanges: bool = True) -> Iterator[None]:
+        """Allow forward in the body, after which backward `exchanges` gradients or not."""
+        before = self.in_micro_batch, self.require_backward_grad_sync
+        self.in_micro_batch, self.require_backward_grad_sync = True, exchanges
         try:
             yield
         finally:
-            self.in_micro_batch = False
+            self.in_micro_batch, self.require_backward_grad_sync = before
 
 
 def wrap(
@@ -189,7 +191,8 @@ def wrap(
     with wrapped.micro_batch():
         for _ in range(2):
             _loss_of_empty_batch(wrapped, batches, compute_loss, pad_empty_batch).backward()
-            wrapped.guard.require_all_reached(all_reduced=timer.is_marked("ready"), same_on_every_rank=True)
+            has_exchanged = wrapped.is_alone or timer.is_marked("ready")
+            wrapped.guard.require_all_reached(has_exchanged, same_on_every_rank=True)
     wrapped.zero_grad()
     timer.forget()
     _prepare_process()

@@ -80,9 +80,9 @@ class BatchPlan:
 
     def part(self, step: int, rank: int) -> range:
         """Rank `rank`'s part of step `step`, as positions in the epoch's order."""
-        parts = self.shares_at(step)
-        if self.global_count(step) < self.global_batch:
-            parts = split(self.global_count(step), parts)
+        parts, count = self.shares_at(step), self.global_count(step)
+        if count < self.global_batch:
+            parts = split(count, parts)
         first = self.begin(step) + sum(parts[:rank])
         return range(first, first + parts[rank])
 

@@ -18,11 +18,13 @@ NOT_EXCHANGED = (
     "steps, give GlobalBatchLoader(..., step=) the first one)"
 )
 KEPT_STEPS = 64  # that `latest` can give
+CHECKED_STEPS, CHECK_SECONDS = 5, 0.5
 
+PARTS = (("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end"))
 Marks = dict[str, Any]  # name -> a CUDA event, or the seconds of the clock
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepTimes:
     """Where one optimizer step of this rank has spent its time, in milliseconds."""
 
@@ -50,29 +52,45 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.is_cuda = device, device.type == "cuda"
         self.done: list[Marks] = []  # since `take`
         self.last_done: deque[Marks] = deque(maxlen=KEPT_STEPS)
         self.current: Marks = {}
         self.item = 0  # items of the loader so far
         self.has_reduced = False  # since the last one
+        # To look at each parameter in each step would take longer than small steps do. So guards look at all of them
+        # once in each round: each of the first steps is one, and then the clock or `begin_checks` begins another.
+        self.round = 0
+        self.round_began = 0.0
         # Called when the exchange of a step's gradients begins; gives numbers that are summed over the ranks with them.
         self.at_exchange: Callable[[], torch.Tensor] | None = None
         self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time
         # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
         self.models: WeakSet[Any] = WeakSet()
 
+    def next_item(self) -> None:
+        """Note that the loader has given another item."""
+        self.mark("loaded")
+        self.item, self.has_reduced = self.item + 1, False
+        if self.item <= CHECKED_STEPS or time.perf_counter() - self.round_began > CHECK_SECONDS:
+            self.begin_checks()
+
+    def begin_checks(self) -> None:
+        """From now on, let each guard look at everything once more."""
+        self.round, self.round_began = self.round + 1, time.perf_counter()
+
     def mark(self, name: str) -> None:
         """Note the time: a CUDA event on a GPU, the clock elsewhere."""
-        self.has_reduced = self.has_reduced or name == "reduced"
-        self.current[name] = now = self._now()
+        self.current[name] = now = self._event() if self.is_cuda else time.perf_counter()
+        if name == "reduced":
+            self.has_reduced = True
         if self.on_mark:
             self.on_mark(name, now)
 
     def tell(self, name: str) -> None:
         """Note the time for a trace alone; without one this does nothing."""
         if self.on_mark:
-            self.on_mark(name, self._now())
+            self.on_mark(name, self._event() if self.is_cuda else time.perf_counter())
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -81,9 +99,7 @@ class StepTimer:
         yield
         self.tell(f":{name}")
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -126,14 +142,13 @@ class StepTimer:
         return self._times(list(self.last_done)[-steps:])
 
     def _times(self, done: Sequence[Marks]) -> list[StepTimes]:
-        if self.device.type == "cuda":
+        if self.is_cuda:
             torch.cuda.synchronize(self.device)
         return [_times_of(marks) for marks in done]
 
 
 def _times_of(marks: Marks) -> StepTimes:
-    pairs = [("begin", "loaded"), ("loaded", "ready"), ("ready", "reduced"), ("reduced", "end")]
-    loading, passes, exchange, update = (_milliseconds(marks[start], marks[end]) for start, end in pairs)
+    loading, passes, exchange, update = (_milliseconds(marks[start], marks[end]) for start, end in PARTS)
     further = _milliseconds(marks["further"], marks["done"]) if "done" in marks else 0.0
     return StepTimes(loading, passes, exchange + further, update - further)
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -14,18 +13,24 @@ from common.errors import UserError
 from common.uneven.guards.same import require_same_network
 from common.uneven.guards.words import is_named, shown
 from common.uneven.options.global_batch import GlobalBatchNorm, needs_whole_parts
+from common.uneven.timer import StepTimer
 
 IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
 HOOKED_STEPS = 3
 
 
 class Guard:
-    """Checks each micro-batch of a wrapped model, and each step after its last backward."""
+    """Checks each micro-batch of a wrapped model, and each step after its last backward.
+
+    What a step cannot do without is checked in each: that its gradients are there, and summed once. What would go on
+    being wrong is looked for in the first steps, and then once in each round of the timer's.
+    """
 
     def __init__(self, net: torch.nn.Module, layout_dependent: Collection[str] = (), whole_parts: bool = False):
         self.net = net
         # Listed once: to walk through BERT-base takes Python 0.2 ms, and each step needs them several times.
         self.parameters, self.layers = list(net.named_parameters()), list(net.named_modules())
+        self.round = 0  # of the timer's, in which all was looked at last
         self.needs_whole_parts = whole_parts or needs_whole_parts(net)
         self.may_keep = layout_dependent
         self.may_change = {
@@ -43,61 +48,73 @@ class Guard:
         self.changed: set[str] = set()  # those of them that this step has changed
         self.has_trained = False  # in training mode
 
-    def watch(self, device: torch.device, ranks: Any, models: WeakSet[Any]) -> None:
-        """Begin, once DDP has sent rank 0's buffers. `models` are the wrapped ones of this loop, each with its guard;
-        `ranks` is the process group that this one's gradients are summed over."""
-        self.device, self.ranks, self.models = device, ranks, models
-        self.number = len(models) + 1  # in the order of `wrap`
+    def watch(self, timer: StepTimer, ranks: Any) -> None:
+        """Begin, once DDP has sent rank 0's buffers. `ranks` is the process group that gradients are summed over."""
+        self.timer, self.ranks, self.models = timer, ranks, timer.models
+        self.number = len(self.models) + 1  # in the order of `wrap`
         # The buffers themselves: the number of one that was replaced may be that of the next.
         self.buffers = {name: (buffer, version) for name, buffer, version in self._buffer_versions()}
-        self.trained = [name for name, one in self.parameters if one.requires_grad]
+        self.trained = {name: one for name, one in self.parameters if one.requires_grad}
         self.hooks = [
             one.register_post_accumulate_grad_hook(partial(self._note_left, name))
             for name, one in self.parameters
             if one.requires_grad
         ]
 
-    @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Use around forward and backward of a micro-batch."""
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one in which all is looked at."""
+        return self.round != self.timer.round or self.hooked_steps > 0
+
+    def begin_micro_batch(self, is_last: bool) -> None:
+        """Call before forward and backward of a micro-batch."""
         self.require_whole_part(is_last)
-        self.require_noted_gradients()
         self.say_no_training()
-        noted = self.noted
+        self.others: list[tuple[Guard, dict[str, tuple[int, int]]]] = []
+        if self.looks:
+            self.require_noted_gradients()
+            self.others = [(one.guard, one.guard.gradients()) for one in self.models if one.guard is not self]
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
-            require_same_network(self.number, self.device, self.ranks)  # a rank that skips one adds to another's sums
-        others = [model.guard for model in self.models if model.guard is not self]
-        before, collectives = [guard.gradients() for guard in others], _collectives()
+            # A rank that skips one would add to another's sums.
+            require_same_network(self.number, self.timer.device, self.ranks)
+        self.collectives = 0 if is_last else _collectives()
         self.exchanges = 0
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
-            raise UserError(
-                f"a micro-batch does not fit into the memory of {self.device} ({wanted}): give a smaller "
-                "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
-            ) from error
+
+    def end_micro_batch(self, is_last: bool) -> None:
+        """Call after forward and backward of a micro-batch."""
         if self.exchanges > 1:
             raise _summed_twice()
-        for name, (one, version) in noted.items():  # backward adds to what was there
+        for name, (one, version) in self.noted.items():  # backward adds to what was there
             if name in self.left and (self.left[name][0] != one or self.left[name][1] <= version):
                 raise _changed_gradients()
-        if not is_last and _collectives() != collectives:
+        if not is_last and _collectives() != self.collectives:
             raise UserError(
                 "forward or the loss has waited for other ranks in a micro-batch, of which ranks have different "
                 "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
             )
-        for guard, gradients in zip(others, before, strict=True):
+        for guard, gradients in self.others:
             guard.require_untouched(gradients)
         self.note_gradients(is_last)
+        if is_last:
+            self.require_complete(all_reduced=self.timer.is_marked("ready"))
+
+    def too_large(self, error: torch.OutOfMemoryError) -> UserError:
+        """What to say of a micro-batch that does not fit."""
+        wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
+        return UserError(
+            f"a micro-batch does not fit into the memory of {self.timer.device} ({wanted}): give a smaller "
+            "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
+        )
 
     def require_complete(self, all_reduced: bool) -> None:
         """Raise UserError after a step's last backward unless every parameter has its gradient, and no buffer has
         changed."""
         self.require_all_reached(all_reduced)
-        self.require_same_buffers()
+        if self.looks:
+            self.require_same_buffers()
         if self.hooked_steps >= 0:
             self.say_changed_tensors()
+        self.round = self.timer.round
 
     def require_no_gradients(self, same_step: bool) -> None:
         """Raise UserError if there are gradients, which have been summed over the ranks already: in the same step, or
@@ -141,8 +158,8 @@ class Guard:
 
         `all_reduced` says whether DDP has exchanged all gradients, which it does only when all of them are there.
         """
-        missing = [name for name, one in self.parameters if one.requires_grad and one.grad is None]
-        if missing or not all_reduced:
+        if not all_reduced or any(one.grad is None and one.requires_grad for one in self.trained.values()):
+            missing = [name for name, one in self.trained.items() if one.requires_grad and one.grad is None]
             frozen = [name for name, one in self.parameters if name in self.trained and not one.requires_grad]
             if frozen:
                 raise UserError(
@@ -151,7 +168,7 @@ class Guard:
                     "in a script that freezes it before wrap()"
                 )
             where = "; so must the function that wrap() was given" if same_on_every_rank else ""
-            if missing == self.trained and not same_on_every_rank:
+            if missing == list(self.trained) and not same_on_every_rank:
                 raise UserError(
                     "no backward has run within this `with model.no_sync(enabled=not is_last):`: put forward and "
                     "backward of each micro-batch into it"
@@ -177,7 +194,7 @@ class Guard:
     def note_gradients(self, is_last: bool) -> None:
         """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that. Raises
         UserError if they are not those that backward has left."""
-        self.noted = {} if is_last else self.gradients()
+        self.noted = {} if is_last or not self.looks else self.gradients()
         if self.hooks and not is_last and any(self.noted.get(name) != left for name, left in self.left.items()):
             raise _changed_gradients()
         self.hooked_steps -= is_last

@@ -93,6 +93,7 @@ class Balancer:
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
         if weights:
             self.plan.change_shares(weights, from_step)
+            self.timer.begin_checks()
         return bool(weights)
 
 
