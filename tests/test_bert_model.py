@@ -76,6 +76,18 @@ def test_zero_rows_give_zero_gradients_to_every_weight(objective, build, tmp_pat
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
 
 
+def test_zero_rows_go_through_a_language_model_of_transformers_as_it_is():
+    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "bos_token_id": None, "eos_token_id": None}
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+    ids = torch.empty(0, 12, dtype=torch.int64)
+    output = EmptyPartsApart(net, compiled=False, pad_empty_batch=True)(
+        input_ids=ids, labels=ids
+    )  # it keeps a cache too
+    assert output.loss == 0 and output.logits.shape == (0, 12, 50)
+    (output.loss + output.logits.sum()).backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in net.parameters())
+
+
 def test_checkpointed_activations_give_the_same_gradients(build, tmp_path):
     given, found = inputs(4), []
     for again in (False, True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import BatchEncoding
+from transformers.modeling_outputs import MaskedLMOutput
 
 from common.errors import UserError
 from common.launch.worker import clear_frames
@@ -34,6 +35,7 @@ STRUCTURES = [
     Pair(POINTS, LABELS),
     Record(POINTS, None),
     BatchEncoding({"input_ids": POINTS}),
+    MaskedLMOutput(logits=POINTS),
 ]
 
 

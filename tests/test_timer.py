@@ -16,8 +16,8 @@ SLEEP_MS = 1000  # far more than a step computes, on a busy machine too
 def slow_loader(tmp_path_factory):
     """A run on two ranks whose rank 1 waits for its data in each step."""
     folder = tmp_path_factory.mktemp("slow-loader")
-    slow = f"        load = batches.loader._get_iterator\n        pause = worker.rank * {SLEEP_MS / 1e3}\n"
-    slow += "        batches.loader._get_iterator = lambda: ([time.sleep(pause), part][1] for part in load())\n"
+    slow = f"        load, pause = train_set.get_batch, worker.rank * {SLEEP_MS / 1e3}\n"
+    slow += "        train_set.get_batch = lambda chosen: [time.sleep(pause), load(chosen)][1]\n"
     changes = {LOADER: LOADER + slow, "import torch\n": "import time, torch\n"}
     play(altered(folder / "slow_ddp", changes), (1, 1), folder, *FLAGS)
     return folder

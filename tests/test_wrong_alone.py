@@ -103,3 +103,37 @@ def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_th
     assert "error: a micro-batch does not fit into the memory of cpu" in second.output
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB): give a smaller --micro-batch" in second.output
     assert first.code and "rank 2, node 1" in first.output
+
+
+BACKPROPAGATED = "run.backward(loss_sum / batch.global_count)  # the images of all ranks; the all-reduce sums\n"
+FOR_EACH = "# at least one: where there are no images, an empty one\n"
+ZERO_GRAD = "            optimizer.zero_grad()\n"
+WRAP = "        model = run.wrap("
+LATE = {
+    "a gradient has changed between two micro-batches": {
+        FOR_EACH: f"{FOR_EACH}                one = next(net.parameters())\n"
+        "                if run.step >= 15 and one.grad is not None:\n"
+        "                    one.grad.mul_(0.5)\n"
+    },
+    "training changes the buffer seen": {
+        WRAP: f"        net.register_buffer('seen', torch.zeros(1))\n{WRAP}",
+        BACKPROPAGATED: f"{BACKPROPAGATED}                    if run.step >= 15:\n"
+        "                        net.seen.add_(1)\n",
+    },
+    "an optimizer trains a parameter (7,) that the model of this step lacks": {
+        ZERO_GRAD: f"{ZERO_GRAD}            if run.step == 15:\n"
+        "                own = torch.nn.Parameter(torch.ones(7))\n"
+        "                optimizer.param_groups[0]['params'].append(own)\n"
+        "            if run.step >= 15:\n"
+        "                own.grad = torch.ones(7)\n",
+    },
+}
+
+
+@pytest.mark.parametrize("said", LATE)
+def test_what_goes_wrong_later_than_the_first_steps_is_found_before_the_next_exchange(said, tmp_path):
+    script = altered(tmp_path / "late_ddp", LATE[said])
+    flags = (*FLAGS, "--max-steps", 60, "--micro-batch", 8)
+    for result in playing(script, nodes_of((2, 1), tmp_path / "run", *flags), tmp_path).results():
+        assert result.code == 2 and said in result.output
+    assert max(row["step"] for row in rows(tmp_path / "run", "train")) < 20  # of 23 steps, after which they exchange

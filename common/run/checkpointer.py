@@ -32,8 +32,12 @@ class Checkpointer:
     def is_due(self, step: int, now: bool) -> bool:
         """True when --save-every, or `now`, has asked for a checkpoint since the last one, and all nodes have the same
         weights; the same on every rank."""
-        self.wants_one = self.wants_one or now or self.options.save_every.is_due(step, self.unsaved_seconds)
+        self.wants_one = self.wants_one or now or self.saves(step)
         return self.wants_one and self.nodes.is_synchronized
+
+    def saves(self, step: int) -> bool:
+        """Whether --save-every asks for a checkpoint of this step."""
+        return self.options.save_every.is_due(step, self.unsaved_seconds)
 
     def agree(self, steps: ExchangedSteps) -> None:
         """Take what all ranks have exchanged. At the first time, what is made only once has been made, and what one

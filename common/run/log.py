@@ -96,14 +96,17 @@ class StepLog:
         loss, global_loss, self.is_asked_for = self.precision.take_losses()
         self.noted.append(LocalStep(step, loss, global_loss, count, lr, grad_norm))
         self.members.note_step(step, self.noted)
-        if len(self.noted) + 1 >= self.exchange_at:
-            self.timer.begin_checks()  # what goes wrong is found before all ranks take it for done
 
     @property
     def is_due(self) -> bool:
         """True when an exchange is due, 1 to 5 seconds after the last, or as a rank has asked (--elastic); the
         same on every rank."""
         return len(self.noted) >= self.exchange_at or self.is_asked_for
+
+    @property
+    def is_due_next(self) -> bool:
+        """Whether an exchange is due after the next step, as far as is known now."""
+        return len(self.noted) + 1 >= self.exchange_at
 
     def exchange(self, signal: int) -> ExchangedSteps | None:
         """Exchange what all ranks have noted, and write it. `signal` is that of `Ending`. None where nothing is noted.

@@ -200,7 +200,7 @@ class Run:
         self.ending = Ending(self.group, self.members)
         self.log.asks = lambda: bool(self.ending.signal or self.members.newcomers_wait)
         if goes_on:  # what was due after the last step may not have been done
-            self._find_due(wants_evaluation(self))
+            self._find_due(wants_evaluation(self, self.step))
         return self.model
 
     def _held_out(self, options: dict[str, Any]) -> dict[str, str]:
@@ -266,7 +266,7 @@ class Run:
             )
         batch, self.step = self.batches.last, self.batches.last.step + 1
         ends = self.step == self.total_steps or self.ending.ends_run
-        evaluates = self.nodes.end_step(wants_evaluation(self), now=ends)
+        evaluates = self.nodes.end_step(wants_evaluation(self, self.step), now=ends)
         self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.lr = None
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds

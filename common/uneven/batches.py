@@ -76,8 +76,11 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     return change(batch, to)
 
 
-def change(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function(leaf)` for each tensor and each list of texts or numbers. None stays None."""
+def change(batch: Any, function: Callable[[Any], Any], unknown: Callable[[Any], Any] | None = None) -> Any:
+    """The same structure with `function(leaf)` for each tensor and each list of texts or numbers. None stays None.
+
+    What is of another kind becomes `unknown(value)`, or raises UserError.
+    """
     if batch is None:
         return None
     if isinstance(batch, torch.Tensor):
@@ -85,18 +88,20 @@ def change(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
         if not any(value is None or isinstance(value, PARTS) for value in batch):
             return function(batch)  # one text or number for each sample
-        return type(batch)([change(value, function) for value in batch])
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return type(batch)([change(value, function, unknown) for value in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):  # also one that is a mapping (ModelOutput)
         names = [field.name for field in dataclasses.fields(batch)]
-        return dataclasses.replace(batch, **{name: change(getattr(batch, name), function) for name in names})
+        return dataclasses.replace(batch, **{name: change(getattr(batch, name), function, unknown) for name in names})
     if isinstance(batch, Mapping):
         changed: Any = copy.copy(batch)  # of the same type, such as the BatchEncoding of transformers
-        changed.update({name: change(value, function) for name, value in batch.items()})
+        changed.update({name: change(value, function, unknown) for name, value in batch.items()})
         return changed
     if isinstance(batch, tuple):  # with names
-        return type(batch)(*(change(value, function) for value in batch))
+        return type(batch)(*(change(value, function, unknown) for value in batch))
     if isinstance(batch, bool | int | float | str):  # a setting that is the same for all rows
         return batch
+    if unknown:
+        return unknown(batch)
     raise UserError(
         f"a batch holds a {type(batch).__name__}, whose rows are unknown: make it of tensors, in tuples, dicts or "
         "dataclasses"

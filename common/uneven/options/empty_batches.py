@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from common.uneven.batches import change, take_rows
+from common.uneven.batches import change
 
 
 class EmptyPartsApart(torch.nn.Module):
@@ -28,11 +28,25 @@ class EmptyPartsApart(torch.nn.Module):
         if not self.pad_empty_batch:
             return self.model(*inputs, **named)
         try:
-            row = change((inputs, named), partial(_one_row, length=0))
-            return take_rows(self.model(*row[0], **row[1]), slice(0, 0))
+            row = change((inputs, named), partial(_one_row, length=0), unknown=_as_it_is)
+            return _without_rows(self.model(*row[0], **row[1]))
         except (RuntimeError, ValueError, IndexError):  # packed sequences have no length of 0
-            row = change((inputs, named), partial(_one_row, length=1))
-            return take_rows(self.model(*row[0], **row[1]), slice(0, 0))
+            row = change((inputs, named), partial(_one_row, length=1), unknown=_as_it_is)
+            return _without_rows(self.model(*row[0], **row[1]))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _without_rows(output: Any) -> Any:
+    """What a model has returned for one row, as if for none: a tensor without rows, 0 for a number, which must be a sum
+    over the rows, and None for what has no rows that are known, such as the cache of a language model."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf * 0 if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf[:0]
+
+    return change(output, cut, unknown=lambda _: None)
 
 
 def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -43,7 +57,7 @@ def _has_no_rows(inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
             sizes.append(len(leaf))
         return leaf
 
-    change((inputs, named), note)
+    change((inputs, named), note, unknown=_as_it_is)
     return bool(sizes) and not any(sizes)
 
 
