@@ -24,7 +24,7 @@ from common.join.ended import leave, post
 from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
-from common.join.turn import SAY_EVERY_SECONDS, Turn
+from common.join.turn import SAY_EVERY_SECONDS, Turn, Written
 from common.join.view import difference, node_of, view_of
 from common.join.waiting import limit, poll
 from common.launch.layout import Worker
@@ -54,6 +54,9 @@ class Group:
     address: str  # where the ranks have met: tcp://host:port or file:///path
     options: JoinOptions
     turns: Iterator[int] = field(default_factory=itertools.count)  # numbers of those to come
+    since_all_met: list[Written] = field(
+        default_factory=list
+    )  # by this rank, since all ranks have waited for each other
     others_go_on: bool = False  # without a rank that is lost (--elastic)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 
@@ -129,6 +132,8 @@ class Group:
 
         def count() -> Iterator[int]:
             key = f"{name}/{next(rounds)}"
+            if self.worker.is_main:
+                self.since_all_met.append(Written(self.store, key))
             while True:
                 with limit(*most, instead=instead):
                     number = self.store.add(key, 1) - 1
@@ -158,7 +163,7 @@ class Group:
     def _turn(self, what: str) -> Turn:
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
         where = f"{what}/{next(self.turns)}", self.store, self.worker, self.views
-        return Turn(*where, *limits, self.others_go_on)
+        return Turn(*where, *limits, self.others_go_on, self.since_all_met)
 
 
 @contextlib.contextmanager

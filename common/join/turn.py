@@ -4,6 +4,8 @@ turn/WHAT/NUMBER/heartbeat/RANK     counted up each second by every rank that is
                 /done/NAME          NAME has done its part
                 /failed             the first failure, as JSON
                 /heard/RANK         this rank knows of it
+
+What a turn has written is deleted once all ranks have left it, so that a store does not grow with a long run.
 """
 
 import contextlib
@@ -30,6 +32,24 @@ SAY_EVERY_SECONDS = 40.0
 SOON_SECONDS = 0.2  # in which the last rank comes, where all do the same: waited for without polling
 
 
+class Written:
+    """Keys of a store that this rank deletes once all ranks have done with them."""
+
+    def __init__(self, store: dist.Store, *keys: str):
+        self.store, self.keys = store, set(keys)
+
+    def writes(self, key: str) -> str:
+        """Note the key, and return it."""
+        self.keys.add(key)
+        return key
+
+    def forget(self) -> None:
+        """Delete the keys."""
+        with contextlib.suppress(RuntimeError):  # without a store: what follows finds out
+            for key in self.keys:
+                self.store.delete_key(key)
+
+
 class Turn:
     """One such piece of work, seen from one rank. Every rank makes a Turn of the same name."""
 
@@ -42,11 +62,15 @@ class Turn:
         timeout_seconds: float,  # after which a rank without a heartbeat counts as dead
         work_timeout_seconds: float,  # for the work itself
         others_go_on: bool = False,  # without a rank that is lost (--elastic)
+        since_all_met: list[Written] | None = None,  # by this rank, since all ranks have waited for each other
     ):
         self.worker, self.views, self.others_go_on = worker, views, others_go_on
         self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.say_every_seconds = SAY_EVERY_SECONDS
+        self.written = Written(self.store)  # where nothing has failed
+        self.since_all_met = [] if since_all_met is None else since_all_met
+        self.since_all_met.append(self.written)
         self.failure: dict | None = None  # this rank's, or another's that it has read
         self.has_failed = False  # it is this rank's
         self.lock = threading.Lock()  # the heartbeat thread polls for failures too
@@ -66,7 +90,7 @@ class Turn:
             with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
                 while not stop.wait(HEARTBEAT_SECONDS):
                     with limit(*most, instead=instead):
-                        self.store.add(f"heartbeat/{self.worker.rank}", 1)
+                        self.store.add(self.written.writes(f"heartbeat/{self.worker.rank}"), 1)
                         self.known_failure()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -86,7 +110,7 @@ class Turn:
         """Tell the other ranks when the body is done, or what went wrong in it."""
         try:
             yield
-            self.store.set(f"done/{name}", "")
+            self.store.set(self.written.writes(f"done/{name}"), "")
         except BaseException as error:
             before_exit(error, self._linger)
             with self.lock:
@@ -131,10 +155,13 @@ class Turn:
         Rank 0 watches all heartbeats and announces a failure; the other ranks watch rank 0's.
         """
         if self.store.add("through", 1) == self.worker.world_size:
-            self.store.set("done/all", "")
+            self.written.writes("through")
+            self.store.set(self.written.writes("done/all"), "")
         with contextlib.suppress(RuntimeError):  # later than that, or without a store: what follows finds out
             self.store.wait(["done/all"], timedelta(seconds=SOON_SECONDS))
         self.wait_for("all", what, watched=range(self.worker.world_size) if self.worker.is_main else [0])
+        while self.since_all_met and self.since_all_met[0] is not self.written:  # all ranks have left those before
+            self.since_all_met.pop(0).forget()
 
     def known_failure(self) -> dict | None:
         """The failure that this rank knows of, its own or another's."""

@@ -1,0 +1,42 @@
+"""What a process keeps does not grow with the steps: a run may take a week."""
+
+import json
+
+import pytest
+
+from tests.harness import play
+from tests.trainers import altered
+
+EPOCHS = 100  # of one step each, with an evaluation and a checkpoint
+FLAGS = ("--dataset", "digits", "--global-batch", 1438, "--epochs", EPOCHS, "--keep", 2)
+LOOP = "        while True:\n"
+KEPT = """        import gc, json, os
+        gc.collect()
+        gc.freeze()  # what is there already
+        kept = []
+        while True:
+            gc.collect()
+            folders = {"descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
+            counts = {name: len(os.listdir(folder)) for name, folder in folders.items()}
+            counts |= {"objects": len(gc.get_objects()), "keys of the store": run.group.store.num_keys()}
+            kept.append(counts)
+            open(f"FOLDER/kept-{worker.rank}.json", "w").write(json.dumps(kept))
+"""
+
+
+@pytest.fixture(scope="module", params=[(), ("--elastic", 1), ("--balance", "auto", "--async-save")], ids=str)
+def kept(request, tmp_path_factory):
+    """By rank, what a process has kept after each epoch."""
+    folder = tmp_path_factory.mktemp("kept")
+    script = altered(folder / "counting_ddp", {LOOP: KEPT.replace("FOLDER", str(folder))})
+    play(script, (2, 1), folder / "run", *FLAGS, *request.param)
+    return [json.loads((folder / f"kept-{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("what", ["descriptors", "threads", "objects", "keys of the store"])
+def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
+    for of_rank in kept:
+        counts = [one[what] for one in of_rank]
+        early, late = counts[20:60], counts[-20:]  # connections come and go
+        more = 12 if what == "objects" else 0  # a plan keeps changes of the shares, of which there are few
+        assert min(late) <= max(early) + more, counts
