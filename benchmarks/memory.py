@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""What each process of a long run keeps: memory, descriptors and threads, by step. A table and a plot.
+
+    memory.py [--steps 100000] [--only plain,elastic,balance,async] [--plot memory.png]
+
+The MNIST trainer on digits, 3+1 ranks, with an evaluation and a checkpoint every 60 steps. Memory is what a process
+holds alone (USS), so that libraries which ranks share do not count. The first thousand steps fill caches.
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.machine import describe
+from benchmarks.played import PROCESS_ENDED, PlayedRun
+
+SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
+FLAGS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 24, "--epochs", 100_000, "--keep", 2, "--no-plot"]
+CASES: dict[str, list] = {
+    "plain": [],
+    "elastic": ["--elastic", 2],
+    "balance": ["--balance", "auto"],
+    "async": ["--async-save", "--elastic", 2, "--balance", "auto"],
+}
+EVERY_SECONDS = 2.0
+
+Sample = tuple[int, float, int, int]  # step, MB, descriptors, threads
+
+
+def watch(flags: list, steps: int) -> dict[str, list[Sample]]:
+    """By process, its samples."""
+    found: dict[str, list[Sample]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        run = PlayedRun(SCRIPT, (3, 1), Path(folder) / "run", *FLAGS, "--max-steps", steps, *flags)
+        run.wait_for_step(1)
+        while any(node.poll() is None for node in run.nodes):
+            step = run.steps()
+            for node in range(len(run.gpus)):
+                for rank, process in run.workers(node).items():
+                    with contextlib.suppress(*PROCESS_ENDED):
+                        kept = process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
+                        found.setdefault(f"rank {rank}", []).append((step, *kept))
+            time.sleep(EVERY_SECONDS)
+        if any(node.returncode for node in run.nodes):
+            raise SystemExit(run.said())
+    return found
+
+
+def at(samples: list[Sample], step: int) -> Sample:
+    return min(samples, key=lambda one: abs(one[0] - step))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    marks = [1000, args.steps // 10, args.steps // 2, args.steps]
+    cells = [f"MB at {step:,}" for step in marks]
+    print(f"| run | process | {' | '.join(cells)} | since 1,000 | descriptors | threads |")
+    print("| --- " * (len(marks) + 5) + "|")
+    all_found: dict[str, Any] = {}
+    for case in args.only.split(","):
+        all_found[case] = found = watch(CASES[case], args.steps)
+        for process, samples in found.items():
+            then = [at(samples, step) for step in marks]
+            megabytes = " | ".join(f"{one[1]:.1f}" for one in then)
+            others = " | ".join(f"{then[0][column]} to {then[-1][column]}" for column in (2, 3))
+            print(f"| {case} | {process} | {megabytes} | {then[-1][1] - then[0][1]:+.1f} | {others} |", flush=True)
+    print(f"\n{describe()}")
+    if args.plot:
+        plot(all_found, args.plot)
+
+
+def plot(found: dict[str, Any], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(found), 3.2), layout="constrained")
+    for axes, (case, processes) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        for process, samples in processes.items():
+            axes.plot([one[0] for one in samples], [one[1] for one in samples], label=process)
+        axes.set(title=case, xlabel="step", ylabel="MB of each process", ylim=(0, None))
+        axes.legend()
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    main()
