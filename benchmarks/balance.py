@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """What `--balance auto` wins where ranks differ in speed: steps per second against equal shares, beside the ceiling.
 
-    balance.py [--repeat 3] [--only two,four,four-large,equal,changes] [--data-dir data]
+    balance.py [--repeat 3] [--only two,four,four-large,equal,changes,settle] [--data-dir data]
 
 Each rank is a node of its own, in a control group that gives it a fraction of a core. With equal shares the slowest
 rank sets the pace; the ceiling is what shares by speed can win at most, sum(speeds) / (ranks x slowest speed). It
 takes no note of the exchange of gradients, which takes as long whatever the shares: the last columns are what the
 exchange took of a balanced step. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds
-in the middle of a run and shows how many steps the shares need to follow. Needs root, for the control groups.
+in the middle of a run and shows how many steps the shares need to follow. `settle`: a rank whose processor is taken
+away in slices, or shared with a neighbour that computes half of the time, and how often its share changes after step
+30. Needs root, for the control groups.
 """
 
 import argparse
@@ -43,13 +45,31 @@ LARGE = {
     "MNIST": (15_000, ["--micro-batch", "1000", "--epochs", "50"]),
     "BERT": (1536, ["--micro-batch", "128"]),
 }
+# name -> speeds, the period in which a fraction of a core comes in one piece, in ms, and whether a neighbour computes
+SETTLE: dict[str, tuple[tuple[float, float], float, bool]] = {
+    "slices of 10 ms": ((1.0, 0.25), 10, False),
+    "slices of 50 ms": ((1.0, 0.25), 50, False),
+    "slices of 100 ms": ((1.0, 0.25), 100, False),
+    "a neighbour": ((1.0, 0.75), 100, True),
+    "slower by nature": ((1.0, 0.25), 5, False),
+}
+SETTLED = 30  # steps
+SETTLE_BATCHES = {"MNIST": (256, 512, 1024), "BERT": (64, 128)}
+NEIGHBOUR = """
+import random, time
+while True:
+    end = time.perf_counter() + random.uniform(0.05, 0.15)
+    while time.perf_counter() < end:
+        pass
+    time.sleep(random.uniform(0.05, 0.15))
+"""
 BATCH = {"MNIST": 1024, "BERT": 128}  # elsewhere
 
 
 class Job:
     """A run with one rank in each control group."""
 
-    def __init__(self, trainer: str, cores: list[Cores], folder: Path, flags: list[str]):
+    def __init__(self, trainer: str, cores: list[Cores], folder: Path, flags: list[str], pinned: bool = False):
         self.folder, port, count = folder, str(free_port()), len(cores)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         layout = ["-n", str(count), "-g", ",".join("1" * count), "--master-addr", "127.0.0.1", "--master-port", port]
@@ -59,7 +79,14 @@ class Job:
         with self.log.open("w") as log:
             self.nodes = [
                 subprocess.Popen(
-                    [*command, "-i", str(number)], cwd=ROOT, env=environ, stdout=log, stderr=log, preexec_fn=one.enter
+                    ["taskset", "-c", str(number), *command, "-i", str(number)]
+                    if pinned
+                    else [*command, "-i", str(number)],
+                    cwd=ROOT,
+                    env=environ,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=one.enter,
                 )
                 for number, one in enumerate(cores)
             ]
@@ -140,18 +167,70 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     )
 
 
+def settle(trainer: str, name: str, batch: int, flags: list[str], repeat: int) -> None:
+    """Print how a run goes on from step 30 on in which rank 1 is slow in this way."""
+    speeds, period, has_neighbour = SETTLE[name]
+    found: dict[str, list[float]] = {"part": [], "changes": [], "off": [], "exchange": []}
+    rates: dict[str, list[float]] = {"off": [], "auto": []}
+    for _ in range(repeat):
+        for way in rates:
+            cores = (1.0, 1.0) if has_neighbour else speeds
+            with fractions(cores, int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
+                neighbour = subprocess.Popen(
+                    ["taskset", "-c", "1", sys.executable, "-c", NEIGHBOUR] if has_neighbour else ["true"]
+                )
+                try:
+                    more = [*flags, "--global-batch", str(batch), "--balance", way]
+                    more += ["--max-steps", str(2 * SETTLED)] if way == "off" else []  # nothing changes
+                    job = Job(trainer, groups, Path(folder) / "run", more, pinned=True)
+                    job.wait()
+                finally:
+                    neighbour.kill()
+                    neighbour.wait()
+                rows, changes = job.rows(), job.rows("shares")
+            first, last = next(row for row in rows if row["step"] >= SETTLED), rows[-1]
+            rates[way].append(_rate(first, last))
+        later = [row for row in changes if row["step"] > SETTLED]
+        at_30 = [row["shares"] for row in changes if row["step"] <= SETTLED][-1:] or [rows[0]["shares"]]
+        kept = statistics.mean(row["shares"][1] for row in rows if row["step"] > SETTLED)
+        found["changes"].append(len(later))
+        found["off"].append(abs(at_30[0][1] - kept) / kept)
+        exchange = statistics.mean(row["communication_ms"][0] for row in rows if row["step"] >= SETTLED)
+        found["exchange"].append(exchange * _rate(first, last) / 1000)
+    ceiling = sum(speeds) / (len(speeds) * min(speeds))
+    found["part"] = [auto / off / ceiling for off, auto in zip(*rates.values(), strict=True)]
+    middle = {what: statistics.median(values) for what, values in found.items()}
+    cells = [f"{1000 / statistics.median(rates['auto']):.0f} ms", f"{middle['part']:.2f}", f"{middle['changes']:.0f}"]
+    cells += [f"{middle['off']:.0%}", f"{middle['exchange']:.0%}"]
+    print("| " + " | ".join([trainer, name, f"{batch:,}", *cells]) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--only", default="two,four,four-large,equal,changes")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batches", default="", help="of --only settle, such as 256,512")
     args = parser.parse_args()
     require_mnist(args.data_dir)
     flags = {name: ["--max-steps", str(args.steps), "--log-every", "1"] for name in TRAINERS}
     flags["MNIST"] += ["--data-dir", str(args.data_dir.resolve())]
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
+    if "settle" in only:
+        print(
+            "| trainer | rank 1 | global batch | step | part of the ceiling | changes after step 30 | off at 30 | "
+            "exchange |\n" + "| --- " * 8 + "|"
+        )
+        for trainer, batches in SETTLE_BATCHES.items():
+            for batch in [int(one) for one in args.batches.split(",")] if args.batches else batches:
+                for name in SETTLE if batch in batches else ():
+                    settle(trainer, name, batch, flags[trainer], args.repeat)
+        print(f"\nMedians of {args.repeat}. {describe()}")
+        only.remove("settle")
+        if not only:
+            return
     names = "trainer", "speeds", "global batch", "equal: steps/s", "auto: steps/s", "ratio", "ceiling", "part of it"
     names += "exchange: ms", "of a step of", "shares at the end"
     print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")

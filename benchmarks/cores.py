@@ -11,9 +11,10 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
-def fractions(speeds: Sequence[float]) -> Iterator[list["Cores"]]:
-    """A control group for each of `speeds`, in cores; removed afterwards, once all their processes have ended."""
-    groups = [Cores(f"uneven-{number}", speed) for number, speed in enumerate(speeds)]
+def fractions(speeds: Sequence[float], period: int = PERIOD_MICROSECONDS) -> Iterator[list["Cores"]]:
+    """A control group for each of `speeds`, in cores; removed afterwards, once all their processes have ended. In each
+    `period`, in microseconds, a group has its fraction of the time in one piece."""
+    groups = [Cores(f"uneven-{number}", speed, period) for number, speed in enumerate(speeds)]
     try:
         yield groups
     finally:
@@ -24,7 +25,8 @@ def fractions(speeds: Sequence[float]) -> Iterator[list["Cores"]]:
 class Cores:
     """A control group named `name`, in which all processes together get `cores` of a core."""
 
-    def __init__(self, name: str, cores: float):
+    def __init__(self, name: str, cores: float, period: int = PERIOD_MICROSECONDS):
+        self.period = period
         self.is_v1 = (ROOT / "cpu").is_dir()
         self.folder = (ROOT / "cpu" if self.is_v1 else ROOT) / name
         try:
@@ -39,12 +41,12 @@ class Cores:
 
     def set(self, cores: float) -> None:
         """From now on, `cores` of a core."""
-        quota = round(PERIOD_MICROSECONDS * cores)
+        quota = round(self.period * cores)
         if self.is_v1:
-            (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+            (self.folder / "cpu.cfs_period_us").write_text(str(self.period))
             (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
         else:
-            (self.folder / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+            (self.folder / "cpu.max").write_text(f"{quota} {self.period}")
 
     def enter(self) -> None:
         """Put this process, and all that it starts, into the group: for Popen's preexec_fn."""

@@ -2,23 +2,27 @@
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from math import log, sqrt
+from statistics import mean, median, stdev
 
 from common.uneven.plan import split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
-CLEAR_GAIN = 0.9  # of it, below which one window is enough
-WINDOWS = 6  # windows kept
-SPEED_CHANGE = 0.25  # of a speed, above which two windows that agree replace the mean
+CLEAR_GAIN = 0.9  # of it, below which the first windows are enough
+FEW_WINDOWS = 4  # of which noise is not known
+SURE = 3.0  # standard errors by which a gain must be one
+WINDOWS = 20  # windows kept
+CHANGES = {2: 2.0, 3: 1.3}  # windows in a row -> the factor by which a rank is slower or faster, if its speed changed
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
 class Speeds:
     """An estimate of the ranks' speeds, from the windows that are noted. Lists have one number a rank.
 
-    A step takes rank r `cost[r] * work[r] + update[r]` milliseconds. A window's numbers are noisy: of the last three
-    windows the median counts, so that one slow step changes nothing, and small changes count half. New shares have a
-    price, because libraries prepare for each size of a batch: for a small gain, six windows must agree.
+    A step takes rank r `cost[r] * work[r] + update[r]` milliseconds. A window's numbers are noisy, most of all where a
+    processor is shared or taken away in slices. So the mean of many windows counts, without the extreme ones; where
+    the speed of a rank has changed, those before are forgotten. New shares have a price, because libraries prepare for
+    each size of a batch: a gain must be larger than the noise.
     """
 
     def __init__(self) -> None:
@@ -40,9 +44,13 @@ class Speeds:
                 for earlier, _ in self.windows:
                     earlier[rank] = cost[rank]
         self.windows.append((cost, list(update)))
-        costs, updates = zip(*list(self.windows)[-3:], strict=True)
-        self.cost = _damped(self.cost, [median(column) for column in zip(*costs, strict=True)])
-        self.update = _damped(self.update, [median(column) for column in zip(*updates, strict=True)])
+        costs, updates = zip(*self.windows, strict=True)
+        for of_rank in zip(*costs, strict=True):
+            if recent := windows_since_change(of_rank):
+                self.windows = deque(list(self.windows)[-recent:], maxlen=WINDOWS)
+        costs, updates = zip(*self.windows, strict=True)
+        self.cost = [middle(column) for column in zip(*costs, strict=True)]
+        self.update = [middle(column) for column in zip(*updates, strict=True)]
         self.step_work = step_work
 
     def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
@@ -63,9 +71,11 @@ class Speeds:
         def time_left(cost: Sequence[float], update: Sequence[float]) -> float:
             return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
 
-        if time_left(self.cost, self.update) < CLEAR_GAIN:
-            return True
-        return len(self.windows) == WINDOWS and all(time_left(*window) < MIN_GAIN for window in self.windows)
+        gain = time_left(self.cost, self.update)
+        if len(self.windows) < FEW_WINDOWS:
+            return gain < CLEAR_GAIN
+        found = [time_left(*window) for window in self.windows]
+        return gain < MIN_GAIN and mean(found) + SURE * stdev(found) / sqrt(len(found)) < 1
 
 
 def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
@@ -88,7 +98,20 @@ def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list
         busy -= late
 
 
-def _damped(old: list[float], new: list[float]) -> list[float]:
-    if not old:
-        return new
-    return [b if abs(b - a) > SPEED_CHANGE * a else (a + b) / 2 for a, b in zip(old, new, strict=True)]
+def windows_since_change(costs: Sequence[float]) -> int:
+    """The number of windows since a rank's cost has changed, if it has: the last ones are all higher, or all lower,
+    than all before, by a factor. Else 0."""
+    for recent, factor in CHANGES.items():
+        before, now = costs[:-recent], costs[-recent:]
+        is_outside = bool(before) and (min(now) > max(before) or max(now) < min(before))
+        if is_outside and abs(log(mean(now) / mean(before))) > log(factor):
+            return recent
+    return 0
+
+
+def middle(numbers: Sequence[float]) -> float:
+    """The mean without the fifth that is lowest and the fifth that is highest; of few numbers, the median."""
+    if len(numbers) < 5:
+        return median(numbers)
+    cut = len(numbers) // 5
+    return mean(sorted(numbers)[cut:-cut])
