@@ -4,7 +4,8 @@
     host.py [--case mlp,bert,mnist] [--ranks 1,2] [--turns 7] [--seconds 1.5] [--balance auto]
 
 Where a step has little to compute, what the host does for it decides. `bert` has the 202 parameters of BERT-base at a
-width of 8, `mlp` has 4, `mnist` is the trainer's network on 256 images. All loops have the same batches, fused AdamW
+width of 8, `mlp` has 4, `mnist` is the trainer's network on 256 images; `bert-tiny` and `minilm` (--case) are as large
+as what `make bert` pretrains, and half of what people fine-tune. All loops have the same batches, fused AdamW
 and schedule; `bare` is DDP around them, `wrapper` the loop of mnist_ddp/minimal.py, `trainer` that of
 mnist_ddp/train.py with its log. Each rank has a core of its own. The parts are microseconds of the median turn.
 """
@@ -28,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from common.launch import cli, start
 
-BATCHES = {"mlp": 32, "bert": 8, "mnist": 256}
+BATCHES = {"mlp": 32, "bert": 8, "mnist": 256, "bert-tiny": 64, "minilm": 32}
+# layers, width, heads, width of the dense layers, vocabulary, length of a sequence
+BERTS = {"bert": (12, 8, 2, 8, 16, 4), "bert-tiny": (2, 128, 2, 512, 4000, 64), "minilm": (6, 384, 12, 1536, 4000, 32)}
 SAMPLES = 1_000_000  # of an epoch that never ends
 WARM_UP = 60  # steps of each loop
 BLOCKS = 10  # of each loop in a turn
@@ -56,12 +59,14 @@ def network(case: str) -> tuple[Any, Any, Callable]:
     from common.uneven.loading import BatchedDataset
 
     torch.manual_seed(0)
-    if case == "bert":
+    if case in BERTS:
         from transformers import BertConfig, BertForMaskedLM
 
-        size = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
-        net: Any = BertForMaskedLM(BertConfig(**size, max_position_embeddings=8, hidden_dropout_prob=0.0))
-        inputs, labels = torch.randint(16, (4096, 4)), torch.randint(16, (4096, 4))
+        names = "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"
+        *sizes, words, length = BERTS[case]
+        size = dict(zip(names, (*sizes, words), strict=True))
+        net: Any = BertForMaskedLM(BertConfig(**size, max_position_embeddings=length, hidden_dropout_prob=0.0))
+        inputs, labels = torch.randint(words, (4096, length)), torch.randint(words, (4096, length))
     elif case == "mlp":
         net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
         inputs, labels = torch.randn(4096, 16), torch.randint(16, (4096,))
@@ -79,7 +84,7 @@ def network(case: str) -> tuple[Any, Any, Callable]:
             return inputs[chosen], labels[chosen]
 
     def compute_loss(model: Any, batch: Any) -> Any:
-        scores = model(batch[0]).logits.flatten(0, 1) if case == "bert" else model(batch[0])
+        scores = model(batch[0]).logits.flatten(0, 1) if case in BERTS else model(batch[0])
         return cross_entropy(scores, batch[1].flatten(), reduction="sum")
 
     return net, Samples(), compute_loss
@@ -128,7 +133,7 @@ def wrapper_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace
     from common.uneven.global_batches import GlobalBatchLoader
 
     batches = GlobalBatchLoader(dataset, args.global_batch)
-    model = ddp.wrap(net, batches, compute_loss, pad_empty_batch=args.case == "bert")
+    model = ddp.wrap(net, batches, compute_loss, pad_empty_batch=args.case in BERTS)
     optimizer, scheduler = recipe(model)
     for batch in batches:
         lap("loader")
@@ -153,7 +158,7 @@ def trainer_loop(run: Any, net: Any, dataset: Any, compute_loss: Callable, lap: 
     batches = run.global_batches(dataset)
     optimizer, scheduler = recipe(net)
     run.resume(net, optimizer=optimizer, scheduler=scheduler)
-    model = run.wrap(net, compute_loss, pad_empty_batch=run.args.case == "bert")
+    model = run.wrap(net, compute_loss, pad_empty_batch=run.args.case in BERTS)
     while not run.is_done:
         lap("due")
         batch = next(batches)

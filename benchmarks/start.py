@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""How long a start takes: --help, the first step of one rank and of eight, hello with very many ranks.
+"""How long a start takes: --help, the first step of one rank, of eight and of two nodes, hello with very many ranks.
 
     start.py [--repeat 3] [--ranks 16,64,256]
+
+Beside them stand `import torch` alone, and the import of the trainer, which are a part of each start.
 
 Commands are run in turns. Memory is what all processes of a command hold together at most (shared pages counted once,
 PSS); requests are those that the ranks make to the store, ours to join and torch's to connect them.
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,28 +27,33 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe
 from common.launch import cli, start
+from common.launch.addresses import free_port
 
 TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
 
 
 def seconds_of(*command: object) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
-def first_step(ranks: int) -> float:
-    """Seconds from the command to the first row of metrics.jsonl."""
+def first_step(*nodes: int) -> float:
+    """Seconds from the commands to the first row of metrics.jsonl, on nodes with so many ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["-g", ranks, "--device", "cpu", "--dataset", "digits", "--max-steps", 1, "--out-dir", folder]
+        flags = ["-n", len(nodes), "-g", ",".join(map(str, nodes)), "--device", "cpu", "--dataset", "digits"]
+        flags += ["--max-steps", 1, "--out-dir", folder]
+        flags += ["--master-addr", "127.0.0.1", "--master-port", free_port()] if len(nodes) > 1 else []
+        commands = [[sys.executable, TRAINER, *map(str, flags), "-i", str(node)] for node in range(len(nodes))]
         began = time.perf_counter()
-        command = subprocess.Popen([sys.executable, TRAINER, *map(str, flags)], stdout=subprocess.DEVNULL)
+        started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
         metrics = Path(folder) / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size) and command.poll() is None:
+        while not (metrics.exists() and metrics.stat().st_size) and started[0].poll() is None:
             time.sleep(0.005)
         seconds = time.perf_counter() - began
-        if command.wait():
-            sys.exit(f"start.py: -g {ranks} failed")
+        codes = [process.wait() for process in started]
+        if any(codes):
+            sys.exit(f"start.py: -g {flags[3]} failed")
     return seconds
 
 
@@ -82,17 +90,27 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ranks", default="16,64,256")
     args = parser.parse_args()
-    helps, one, eight = [], [], []
+    ways: dict[str, Callable[[], float]] = {
+        "`--help`": lambda: seconds_of(TRAINER, "--help"),
+        "`import torch`": lambda: seconds_of("-c", "import torch"),
+        "`import mnist_ddp.train`": lambda: seconds_of("-c", "import mnist_ddp.train"),
+        "`-g 1`, to the first step": lambda: first_step(1),
+        "`-g 8`, to the first step": lambda: first_step(8),
+        "`-n 2 -g 1,1`, to the first step": lambda: first_step(1, 1),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.repeat):
-        helps.append(seconds_of(TRAINER, "--help"))
-        one.append(first_step(1))
-        eight.append(first_step(8))
-    ratio = statistics.median(b / a for a, b in zip(one, eight, strict=True))
-    print("| start | seconds (median) |\n| --- | --- |")
-    print(f"| `--help` | {statistics.median(helps):.2f} |")
-    print(f"| `-g 1`, to the first step | {statistics.median(one):.2f} |")
-    print(f"| `-g 8`, to the first step | {statistics.median(eight):.2f} |")
-    print(f"| ratio of the two | {ratio:.2f} |\n")
+        for way, measure in ways.items():
+            found[way].append(measure())
+    _, of_torch, _, one, *_ = found.values()
+    print("| start | seconds (median) | of `import torch` | of `-g 1` |\n| --- | --- | --- | --- |")
+    for way, seconds in found.items():
+        ratios = (statistics.median(a / b for a, b in zip(seconds, base, strict=True)) for base in (of_torch, one))
+        print(f"| {way} | {statistics.median(seconds):.2f} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    print()
+    if not args.ranks:
+        print(describe())
+        return
     print("| hello, ranks | seconds | GB | requests to join, a rank | requests by torch to connect, a rank |")
     print("| --- | --- | --- | --- | --- |")
     for ranks in map(int, args.ranks.split(",")):
