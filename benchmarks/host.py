@@ -33,7 +33,7 @@ BATCHES = {"mlp": 32, "bert": 8, "mnist": 256, "bert-tiny": 64, "minilm": 32}
 # layers, width, heads, width of the dense layers, vocabulary, length of a sequence
 BERTS = {"bert": (12, 8, 2, 8, 16, 4), "bert-tiny": (2, 128, 2, 512, 4000, 64), "minilm": (6, 384, 12, 1536, 4000, 32)}
 SAMPLES = 1_000_000  # of an epoch that never ends
-WARM_UP = 60  # steps of each loop
+WARM_UP = 20  # steps of each loop
 BLOCKS = 10  # of each loop in a turn
 LOOPS = ("bare", "wrapper", "trainer")
 

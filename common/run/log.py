@@ -37,6 +37,7 @@ class StepLog:
         self.exchange_at = 1  # exchange once this many steps are noted
         self.is_asked_for = False  # an exchange, by a rank, right after the last step
         self.asks: Callable[[], bool] = bool  # whether this rank does
+        self.is_alone = run.worker.world_size == 1
         self.exchange_seconds = 0.0  # that the last one took on this rank
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1  # of the last evaluation in the files
@@ -93,7 +94,8 @@ class StepLog:
         self.timer.end_step()
         if self.trace:
             self.trace.end_step(step)
-        loss, global_loss, self.is_asked_for = self.precision.take_losses()
+        loss, global_loss, is_asked_for = self.precision.take_losses()
+        self.is_asked_for = is_asked_for or (self.is_alone and self.asks())
         self.noted.append(LocalStep(step, loss, global_loss, count, lr, grad_norm))
         self.members.note_step(step, self.noted)
 

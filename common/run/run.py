@@ -224,7 +224,8 @@ class Run:
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled up under fp16. What it is given in a step, over all micro-batches and
         ranks, is the loss of the step in the log."""
-        self._stopped_clock.close()  # where a trainer has not evaluated
+        if self.evaluation_is_due:
+            self._stopped_clock.close()  # the trainer has not evaluated
         self.precision.backward(loss, **options)
 
     def optimizer_step(
