@@ -9,6 +9,16 @@ from common.uneven.global_batches import GlobalBatchLoader
 NUMBERS = torch.arange(10, dtype=torch.float32)
 
 
+class Exhausted(torch.utils.data.Dataset):
+    """Its samples come from an iterator that ends too early."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return next(iter([]))
+
+
 def samples_of(batches) -> list[list[float]]:
     """The samples of each step that is left, as if each step had exchanged its gradients."""
     found = []
@@ -52,6 +62,14 @@ def test_a_part_is_of_the_type_that_was_asked_for_and_labels_keep_theirs():
     pairs = torch.utils.data.TensorDataset(NUMBERS, torch.arange(10))
     ((numbers, labels), _), *_ = next(GlobalBatchLoader(pairs, 5, dtype=torch.float64)).micro_batches()
     assert numbers.dtype == torch.float64 and labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_ends_an_iterator_does_not_end_the_training(workers):
+    batches = GlobalBatchLoader(Exhausted(), 4, num_workers=workers)
+    with pytest.raises(RuntimeError, match="Exhausted has raised StopIteration for a sample"):
+        for _ in batches:
+            batches.timer.mark("reduced")
 
 
 def test_a_step_whose_gradients_were_not_exchanged_is_refused_before_the_next():

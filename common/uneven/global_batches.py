@@ -139,18 +139,20 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         self.timer.mark("begin")  # starting the loader's workers is loading too
         if self.items is None or not first_step:
             self.sampler.set_epoch(epoch, first_step)
-            self.items = iter(self.loader) if self.loader.num_workers or self.loader.pin_memory else self._items()
-        part = next(self.items)
+            parts: Any = self.loader.dataset
+            is_plain = not (self.loader.num_workers or self.loader.pin_memory)
+            # What the loader does without processes of its own, in half of the time.
+            self.items = map(parts.__getitems__, self.sampler) if is_plain else iter(self.loader)
+        try:
+            part = next(self.items)
+        except StopIteration as error:  # else the trainer's loop would end, as if all were done
+            raise RuntimeError(f"{type(self.dataset).__name__} has raised StopIteration for a sample") from error
         if first_step == self.plan.steps_per_epoch - 1:
             next(self.items, None)  # there is none, and the loader's processes are ready for the next epoch
         self.timer.next_item()
         seed_noise(self.device, derive_seed(self.seed, "dropout", self.step, self.rank))
         self.last = self._batch(part)
         return self.last
-
-    def _items(self) -> Iterator[Any]:
-        """What the loader gives without processes of its own, in half of the time."""
-        yield from map(self.loader.dataset.__getitems__, self.sampler)  # type: ignore[attr-defined]
 
     def _batch(self, part: Any) -> StepBatch:
         step = self.step

@@ -3,16 +3,19 @@
 from collections import deque
 from collections.abc import Sequence
 from math import log, sqrt
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 from common.uneven.plan import split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAIN = 0.9  # of it, below which the first windows are enough
 FEW_WINDOWS = 4  # of which noise is not known
-SURE = 3.0  # standard errors by which a gain must be one
+SURE = 3.0  # standard errors that a change of a speed, or a gain, must be larger than
 WINDOWS = 20  # windows kept
-CHANGES = {2: 2.0, 3: 1.3}  # windows in a row -> the factor by which a rank is slower or faster, if its speed changed
+CHANGES = {
+    2: 1.7,
+    3: 1.2,
+}  # windows in a row -> the factor by which a rank's part of the speed is another one, if it changed
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
@@ -31,6 +34,8 @@ class Speeds:
         self.update: list[float] = []  # ms of the optimizer's step
         self.idle: list[int] = []  # windows since a rank had work
         self.step_work = 0.0  # of a step, over all ranks
+        # How much a rank's part of the speed differs from one window to the next, as a logarithm: of the noisiest rank.
+        self.differences: deque[float] = deque(maxlen=WINDOWS)
 
     def note(self, work: Sequence[float], passes: Sequence[float], update: Sequence[float], step_work: float) -> None:
         """Note a window: each rank's work and the milliseconds of its passes, summed, and of an update, on average.
@@ -44,14 +49,22 @@ class Speeds:
                 for earlier, _ in self.windows:
                     earlier[rank] = cost[rank]
         self.windows.append((cost, list(update)))
-        costs, updates = zip(*self.windows, strict=True)
-        for of_rank in zip(*costs, strict=True):
-            if recent := windows_since_change(of_rank):
+        parts = [parts_of_speed(one) for one, _ in self.windows]  # a change that all ranks have changes no share
+        if len(parts) > 1:
+            self.differences.append(max(abs(log(a / b)) for a, b in zip(*parts[-2:], strict=True)))
+        for of_rank in zip(*parts, strict=True):
+            if recent := windows_since_change(of_rank, self.noise):
                 self.windows = deque(list(self.windows)[-recent:], maxlen=WINDOWS)
         costs, updates = zip(*self.windows, strict=True)
         self.cost = [middle(column) for column in zip(*costs, strict=True)]
         self.update = [middle(column) for column in zip(*updates, strict=True)]
         self.step_work = step_work
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of a window's part of the speed, as a logarithm; of many windows, so that a change of
+        a speed, which is one difference among them, does not count as noise."""
+        return median(self.differences) if self.differences else 0.0
 
     def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
         """The best weights, in samples of a global batch, or None where those in use, `weights`, are about as good."""
@@ -72,10 +85,8 @@ class Speeds:
             return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
 
         gain = time_left(self.cost, self.update)
-        if len(self.windows) < FEW_WINDOWS:
-            return gain < CLEAR_GAIN
-        found = [time_left(*window) for window in self.windows]
-        return gain < MIN_GAIN and mean(found) + SURE * stdev(found) / sqrt(len(found)) < 1
+        least = MIN_GAIN if len(self.windows) >= FEW_WINDOWS else CLEAR_GAIN
+        return log(gain) < min(log(least), -SURE * self.noise / sqrt(len(self.windows)))
 
 
 def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
@@ -98,13 +109,20 @@ def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list
         busy -= late
 
 
-def windows_since_change(costs: Sequence[float]) -> int:
-    """The number of windows since a rank's cost has changed, if it has: the last ones are all higher, or all lower,
-    than all before, by a factor. Else 0."""
+def parts_of_speed(costs: Sequence[float]) -> list[float]:
+    """Each rank's part of the speed of all."""
+    speeds = [1 / max(cost, 1e-12) for cost in costs]
+    return [speed / sum(speeds) for speed in speeds]
+
+
+def windows_since_change(parts: Sequence[float], noise: float) -> int:
+    """The number of windows since a rank's part of the speed has changed, if it has: the last ones are all higher, or
+    all lower, than all before, by a factor that is more than their noise. Else 0."""
     for recent, factor in CHANGES.items():
-        before, now = costs[:-recent], costs[-recent:]
+        before, now = parts[:-recent], parts[-recent:]
         is_outside = bool(before) and (min(now) > max(before) or max(now) < min(before))
-        if is_outside and abs(log(mean(now) / mean(before))) > log(factor):
+        least = max(log(factor), SURE * noise * sqrt(1 / recent + 1 / max(1, len(before))))
+        if is_outside and abs(log(mean(now) / mean(before))) > least:
             return recent
     return 0
 
