@@ -7,7 +7,7 @@ import pytest
 from tests.harness import play
 from tests.trainers import altered
 
-EPOCHS = 100  # of one step each, with an evaluation and a checkpoint
+EPOCHS = 60  # of one step each, with an evaluation and a checkpoint
 FLAGS = ("--dataset", "digits", "--global-batch", 1438, "--epochs", EPOCHS, "--keep", 2)
 LOOP = "        while True:\n"
 KEPT = """        import gc, json, os
@@ -24,19 +24,19 @@ KEPT = """        import gc, json, os
 """
 
 
-@pytest.fixture(scope="module", params=[(), ("--elastic", 1), ("--balance", "auto", "--async-save")], ids=str)
+@pytest.fixture(scope="module", params=[("--elastic", 1), ("--balance", "auto", "--async-save")], ids=str)
 def kept(request, tmp_path_factory):
     """By rank, what a process has kept after each epoch."""
     folder = tmp_path_factory.mktemp("kept")
     script = altered(folder / "counting_ddp", {LOOP: KEPT.replace("FOLDER", str(folder))})
-    play(script, (2, 1), folder / "run", *FLAGS, *request.param)
-    return [json.loads((folder / f"kept-{rank}.json").read_text()) for rank in range(3)]
+    play(script, (1, 1), folder / "run", *FLAGS, *request.param)
+    return [json.loads((folder / f"kept-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("what", ["descriptors", "threads", "objects", "keys of the store"])
 def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
     for of_rank in kept:
         counts = [one[what] for one in of_rank]
-        early, late = counts[20:60], counts[-20:]  # connections come and go
-        more = 12 if what == "objects" else 0  # a plan keeps changes of the shares, of which there are few
+        early, late = counts[10:35], counts[-10:]  # connections come and go
+        more = 8 if what == "objects" else 0  # a plan keeps changes of the shares, of which there are few
         assert min(late) <= max(early) + more, counts
