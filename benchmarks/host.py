@@ -103,6 +103,15 @@ class Laps:
         self.last = now
 
 
+def update(optimizer: Any, scheduler: Any, lap: Laps) -> None:
+    optimizer.step()
+    lap("optimizer")
+    scheduler.step()
+    lap("scheduler")
+    optimizer.zero_grad()
+    lap("zero_grad")
+
+
 def bare_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace, lap: Laps) -> Iterator[None]:
     import torch
     import torch.distributed as dist
@@ -119,12 +128,7 @@ def bare_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace, l
         lap("forward")
         loss.backward()
         lap("backward")
-        optimizer.step()
-        lap("optimizer")
-        scheduler.step()
-        lap("scheduler")
-        optimizer.zero_grad()
-        lap("zero_grad")
+        update(optimizer, scheduler, lap)
         yield
 
 
@@ -145,12 +149,7 @@ def wrapper_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace
                 loss.backward()
                 lap("backward")
         lap("guards")
-        optimizer.step()
-        lap("optimizer")
-        scheduler.step()
-        lap("scheduler")
-        optimizer.zero_grad()
-        lap("zero_grad")
+        update(optimizer, scheduler, lap)
         yield
 
 

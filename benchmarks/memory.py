@@ -39,15 +39,19 @@ def watch(flags: list, steps: int) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {}
     with tempfile.TemporaryDirectory() as folder:
         run = PlayedRun(SCRIPT, (3, 1), Path(folder) / "run", *FLAGS, "--max-steps", steps, *flags)
-        run.wait_for_step(1)
-        while any(node.poll() is None for node in run.nodes):
-            step = run.steps()
-            for node in range(len(run.gpus)):
-                for rank, process in run.workers(node).items():
-                    with contextlib.suppress(*PROCESS_ENDED):
-                        kept = process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
-                        found.setdefault(f"rank {rank}", []).append((step, *kept))
-            time.sleep(EVERY_SECONDS)
+        try:
+            run.wait_for_step(1)
+            while any(node.poll() is None for node in run.nodes):
+                step = run.steps()
+                for node in range(len(run.gpus)):
+                    for rank, process in run.workers(node).items():
+                        with contextlib.suppress(*PROCESS_ENDED):
+                            kept = process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
+                            found.setdefault(f"rank {rank}", []).append((step, *kept))
+                time.sleep(EVERY_SECONDS)
+        except BaseException:
+            run.end()
+            raise
         if any(node.returncode for node in run.nodes):
             raise SystemExit(run.said())
     return found
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    marks = [1000, args.steps // 10, args.steps // 2, args.steps]
+    marks = sorted({1000, args.steps // 10, args.steps // 2, args.steps})
     cells = [f"MB at {step:,}" for step in marks]
     print(f"| run | process | {' | '.join(cells)} | since 1,000 | descriptors | threads |")
     print("| --- " * (len(marks) + 5) + "|")
@@ -73,8 +77,9 @@ def main() -> None:
         for process, samples in found.items():
             then = [at(samples, step) for step in marks]
             megabytes = " | ".join(f"{one[1]:.1f}" for one in then)
-            others = " | ".join(f"{then[0][column]} to {then[-1][column]}" for column in (2, 3))
-            print(f"| {case} | {process} | {megabytes} | {then[-1][1] - then[0][1]:+.1f} | {others} |", flush=True)
+            first = at(samples, 1000)
+            others = " | ".join(f"{first[column]} to {then[-1][column]}" for column in (2, 3))
+            print(f"| {case} | {process} | {megabytes} | {then[-1][1] - first[1]:+.1f} | {others} |", flush=True)
     print(f"\n{describe()}")
     if args.plot:
         plot(all_found, args.plot)

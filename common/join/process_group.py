@@ -54,9 +54,7 @@ class Group:
     address: str  # where the ranks have met: tcp://host:port or file:///path
     options: JoinOptions
     turns: Iterator[int] = field(default_factory=itertools.count)  # numbers of those to come
-    since_all_met: list[Written] = field(
-        default_factory=list
-    )  # by this rank, since all ranks have waited for each other
+    since_all_met: list[Written] = field(default_factory=list)  # by this rank; all ranks may still need it
     others_go_on: bool = False  # without a rank that is lost (--elastic)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 

@@ -50,8 +50,8 @@ def load(target: str) -> Callable[[Worker, Namespace], None]:
 @contextlib.contextmanager
 def _kept_by_collector() -> Iterator[None]:
     """What the body imports stays until the process ends, so the garbage collector need not look at it: neither now,
-    which takes a tenth of the time of an import, nor later, 0.2 seconds each time, which in a forked worker would copy
-    the pages that it shares with others."""
+    which takes a tenth of an import or more, nor later, which takes 0.15 seconds each time, and in a forked worker
+    copies the pages that it shares with others (docs/benchmarks.md)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

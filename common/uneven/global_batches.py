@@ -35,7 +35,7 @@ from common.uneven.timer import NOT_EXCHANGED, StepTimer
 Cut = Callable[[Any, int | None], Iterator[tuple[Any, bool]]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """This rank's part of one optimizer step's global batch."""
 
