@@ -278,6 +278,19 @@ class Run:
         return last
 
 
+def test_a_node_that_dies_while_the_others_wait_for_its_evaluation_is_not_waited_for(undisturbed, tmp_path):
+    """They wait on the store, and nobody is left on that node to say what has happened to it."""
+    file = tmp_path / "evaluates"
+    stays = f"open({str(file)!r}, 'w').close(), __import__('time').sleep(3600)"
+    stays = does("evaluation", "run.step == 46 and worker.rank == 2", stays)
+    under_way = Run(tmp_path / "run", "--timeout", 3600, changes=stays)
+    wait_until(file.exists, under_way)
+    under_way.kill(1)
+    under_way.wait_for_members(0, 1)
+    del under_way.playing[1]
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+
+
 @pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_that_dies_and_is_started_again_is_let_in(node, undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")

@@ -18,7 +18,6 @@ from bert_ddp.predict.parts import Parts
 """
 
 IN_TIME = f"""
-        dist.barrier()  # all are connected
         group = replace(group, options=replace(group.options, timeout_seconds={SILENCE}.0))
         joining.set_timeout({SILENCE}.0)
 """
@@ -43,16 +42,16 @@ FAILING = """
 """
 
 
-DYING = """
+SIGNALLED = """
         with group.{turn}("what each does"):
-            if worker.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if worker.rank == {rank}:
+                os.kill(os.getpid(), signal.{signal})
 """
 
-FROZEN = """
-        with group.{turn}("what rank 0 does"):
-            if worker.is_main:
-                os.kill(os.getpid(), signal.SIGSTOP)
+ELSEWHERE = """
+        for rank in {ranks}:
+            if rank != worker.rank:
+                group.views[rank]["pid_space"] += " of another machine"
 """
 
 SAME_ERROR = """
@@ -66,7 +65,6 @@ SAME_ERROR = """
 """
 
 ALONE = """
-        dist.barrier()  # all are connected
         if worker.is_main:
             raise {error}("rank 0 is at its wits' end")
         dist.barrier()
@@ -90,7 +88,6 @@ LEAVES = """
                 time.sleep(0.02)
             return lost.others_have_lost_contact(store)
 
-        dist.barrier()  # all are connected
         joining.LEAVE_SECONDS = 1.0
         {held}
         if worker.rank != {leaver}:
@@ -98,12 +95,12 @@ LEAVES = """
 """
 
 
-def playing_body(body, folder, gpus=(1, 1, 1)):
+def playing_body(body, folder, gpus=(1, 1, 1), imports=IMPORTS):
     """Nodes, by default three of one rank, with `body` as their training."""
     nodes = nodes_of(gpus, folder)
     for node in nodes:
         node.flags = node.flags[: node.flags.index("--out-dir")]
-    return playing(write_trainer(folder, body, IMPORTS), nodes, folder)
+    return playing(write_trainer(folder, body, imports), nodes, folder)
 
 
 TURNS = ("others_wait", "first_on_node", "run_independently")
@@ -114,18 +111,19 @@ def silent(tmp_path_factory):
     """The folder and the results of each run in which somebody is silent for longer than --timeout. They wait most of
     the time, and so all of them run at once."""
     bodies = {"slow": SLOW}
-    bodies |= {f"dying {turn}": DYING.format(turn=turn) for turn in TURNS[1:]}
-    bodies |= {f"frozen {turn}": FROZEN.format(turn=turn) for turn in TURNS}
+    bodies |= {f"0 in {turn}": SIGNALLED.format(rank=0, turn=turn, signal="SIGSTOP") for turn in TURNS}
+    bodies |= {f"1 in {turn}": SIGNALLED.format(rank=1, turn=turn, signal="SIGSTOP") for turn in TURNS[1:]}
     runs = {}
     for name, body in bodies.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         (folder / "lines").write_text("one\ntwo\n")
         runs[name] = folder, playing_body(IN_TIME + body, folder)
     for name, (_, run) in runs.items():
-        if name.startswith("frozen"):  # rank 0, which does not end by itself
-            others = run.processes[1:]
+        if name != "slow":  # the frozen rank does not end by itself
+            frozen = run.processes[int(name[0])]
+            others = [process for process in run.processes if process is not frozen]
             wait_until(lambda others=others: all(process.exitcode is not None for process in others))
-            run.processes[0].kill()
+            frozen.kill()
     return {name: (folder, run.results()) for name, (folder, run) in runs.items()}
 
 
@@ -149,22 +147,46 @@ def test_a_failure_that_a_busy_ranks_heartbeat_has_heard_is_raised_when_the_stor
 
 
 @pytest.mark.parametrize("turn", TURNS[1:])
-def test_a_rank_that_dies_at_work_is_named_by_those_that_wait(turn, silent):
-    for number, result in enumerate(silent[f"dying {turn}"][1]):
+def test_a_rank_that_freezes_at_work_is_named_by_those_that_wait(turn, silent):
+    for number, result in enumerate(silent[f"1 in {turn}"][1]):
         said = re.search(rf"node 1 \(\S+, rank 1\) has had no heartbeat for {SILENCE} s \(--timeout\)", result.output)
         assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
 @pytest.mark.parametrize("turn", TURNS[1:])
-def test_a_rank_that_dies_at_work_beside_its_supervisor_is_named_without_a_wait_for_its_heartbeat(turn, tmp_path):
-    first, second = playing_body(DYING.format(turn=turn), tmp_path, gpus=(1, 2)).results()
+@pytest.mark.parametrize(
+    "where, said",
+    [
+        ("", r"error: lost rank 1, node 1 \(\S+\): its process has ended; see the log of that node"),
+        (
+            ELSEWHERE.format(ranks=[1]),
+            r"error: lost rank 1, node 1 \(\S+\): has closed its connections; see the log of",
+        ),
+        (
+            ELSEWHERE.format(ranks=[1, 2]),
+            r"error: lost .*rank 1, node 1 \(\S+\).*: a connection was closed; see the log",
+        ),
+    ],
+    ids=["on this machine", "on another machine", "or another rank on another machine"],
+)
+def test_a_rank_that_dies_at_work_is_not_waited_for(where, said, turn, tmp_path):
+    body = where + SIGNALLED.format(rank=1, turn=turn, signal="SIGKILL")
+    first, _, last = playing_body(body, tmp_path).results()
+    for result in (first, last):
+        assert result.code == 1 and re.search(said, result.output), result.output
+
+
+@pytest.mark.parametrize("turn", TURNS[1:])
+def test_a_rank_that_dies_at_work_beside_its_supervisor_is_named_with_the_cause(turn, tmp_path):
+    body = SIGNALLED.format(rank=1, turn=turn, signal="SIGKILL")
+    first, second = playing_body(body, tmp_path, gpus=(1, 2)).results()
     assert re.search(r"error: lost rank 1, node 1 \(.*\): was ended by SIGKILL", first.output), first.output
     assert first.code == 1 and second.code == 128 + 9
 
 
 @pytest.mark.parametrize("turn", TURNS)
 def test_a_rank_0_that_freezes_with_the_store_does_not_hold_the_others(turn, silent):
-    for result in silent[f"frozen {turn}"][1][1:]:
+    for result in silent[f"0 in {turn}"][1][1:]:
         said = rf"a request \(--timeout\) to the store on rank 0, node 0 \(\S+\) did not end within {SILENCE} s"
         assert result.code == 1 and re.search(said, result.output), result.output
 
@@ -195,6 +217,31 @@ def test_what_rank_0_alone_finds_wrong_is_said_by_the_others_with_its_exit_code(
     for other in others:
         assert other.code == code, other.output
         assert re.search(r"error: lost rank 0, node 0 \(.*\): failed: rank 0 is at its wits' end; see", other.output)
+
+
+SLOW_TO_CONNECT = """
+init_process_group = dist.init_process_group
+
+
+def init_and_stay(*args, rank, **more):
+    init_process_group(*args, rank=rank, **more)  # rank 0 has all of its connections now
+    end = time.monotonic() + 1.0
+    while rank == 1 and not (FOLDER / "works").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    if rank == 1 and (FOLDER / "works").exists():
+        (FOLDER / "works before all are connected").touch()
+
+
+dist.init_process_group = init_and_stay
+"""
+
+
+def test_no_rank_works_before_all_are_connected(tmp_path):
+    """One that ended early would be waited for by a rank that still connects, for --timeout."""
+    body = "if worker.is_main:\n    (FOLDER / 'works').touch()"
+    for result in playing_body(body, tmp_path, (1, 1), SLOW_TO_CONNECT).results():
+        assert result.code == 0, result.output
+    assert (tmp_path / "works").exists() and not (tmp_path / "works before all are connected").exists()
 
 
 GONE = """

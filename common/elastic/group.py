@@ -12,7 +12,7 @@ from common.elastic.members import meet_again, open_members, prepare, surviving
 from common.elastic.membership import CONNECT_ATTEMPTS, Membership
 from common.elastic.run import ElasticMembers
 from common.errors import RankLost, UserError
-from common.join.connections import Connections
+from common.join.connections import ports_of
 from common.join.handshake import RunUnderWay
 from common.join.lost import is_contact_lost, naming_lost_store
 from common.join.process_group import (
@@ -54,13 +54,12 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
         raise AssertionError("a process that prepares waits to be let in before it trains")
     joined = _join(membership, worker, options, opened, device, backend, problem)
     group = group_of(worker, options, device, backend, joined, elastic=True)
-    connections = Connections()
     leave = partial(disconnect, worker, joined)
-    with finishing(group), surviving(membership, worker, joined.views, joined.store, connections, leave):
+    with finishing(group), surviving(membership, worker, joined.views, joined.store, group.connections, leave):
         with membership.connecting():
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
             set_timeout(membership.collective_seconds)
-        connections.note()
+        group.connections.note(*ports_of(joined.store), *membership.store_ports(joined.views))
         yield group, ElasticMembers(group, membership)
         leave()
     remove_meeting_file(worker)

@@ -11,6 +11,7 @@ from common.elastic.state import InMemoryState
 from common.join.handshake import LEADER
 from common.join.store import OpenStore, split
 from common.join.view import RESUME, difference, layout_of
+from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.version import versions
@@ -112,6 +113,12 @@ class Membership:
     def staying(self) -> list[dict]:
         """The views of the ranks that are to be in the next generation."""
         return [view for view in self.views if view["rank"] not in self.leaving]
+
+    def store_ports(self, views: list[dict]) -> list[int]:
+        """Of the stores that these members serve, and of that at --master-addr."""
+        url = self.original.layout.init_method
+        main = [host_and_port(url)[1]] if url.startswith("tcp://") else []
+        return [split(address_of(view))[1] for view in views] + main
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks of a generation that joins have ended meanwhile."""

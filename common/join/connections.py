@@ -32,8 +32,14 @@ class Connections:
         self.before = _established()
         self.ours: set[_Connection] = set()
 
-    def note(self) -> None:
-        self.ours = _established() - self.before
+    def note(self, *ports: int) -> None:
+        """All that were opened since, but for those to or from stores, which have these `ports`."""
+        new = _established() - self.before
+        self.ours = {one for one in new if not {one.here[1], one.there[1]} & set(ports)}
+
+    def closed_to(self) -> set[str]:
+        """Hosts at the other end of connections that have been closed: gloo closes its end when the other one has."""
+        return {one.there[0] for one in self.ours - _established()}
 
     def close(self) -> None:
         """Shut them down: this rank's collectives fail now, and then those of the ranks that wait for it."""
@@ -43,10 +49,14 @@ class Connections:
 def cut_off(store: dist.Store) -> None:
     """Shut down this process's connections to a store that does not answer, so that the requests to it fail which would
     wait for ever."""
+    _shut_down({one for one in _established() if one.there[1] in ports_of(store)})
+
+
+def ports_of(store: dist.Store) -> list[int]:
+    """At which it is served; none for a store that is a file."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        _shut_down({one for one in _established() if one.there[1] == store.port})
+    return [store.port] if isinstance(store, dist.TCPStore) else []
 
 
 def _shut_down(connections: set[_Connection]) -> None:

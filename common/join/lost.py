@@ -209,7 +209,7 @@ class _Search:
         """The ranks that have ended, though they had not lost contact themselves, and why."""
         space = self.views[self.worker.rank]["pid_space"]
         here = [view["rank"] for view in self.views if view["pid_space"] == space]
-        gone = [rank for rank in here if not self._runs_here(rank)]
+        gone = [rank for rank in here if not runs_here(self.views[rank], space)]
         causes, survivors = ended.posted(self.store), self._read_survivors()
         unexplained = [rank for rank in gone if rank not in survivors and rank not in causes]
         if unexplained:
@@ -219,18 +219,14 @@ class _Search:
                 ended.post(self.store, rank, "")
         return {rank: cause for rank, cause in ended.posted(self.store).items() if rank not in self._read_survivors()}
 
-    def _runs_here(self, rank: int) -> bool:
-        """True if this process can see that the rank's process runs."""
-        mine, view = self.views[self.worker.rank], self.views[rank]
-        return view["pid_space"] == mine["pid_space"] and _is_running(view["pid"])
-
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""
         posted = self._read_survivors()
         peers, late = {one["peer"] for one in posted.values()}, any(one["late"] for one in posted.values())
         silent = [rank for rank in range(self.worker.world_size) if rank not in posted]
         if not late:  # a connection was closed, which a process that runs does not do: it has not noticed yet
-            silent = [rank for rank in silent if not self._runs_here(rank)]
+            space = self.views[self.worker.rank]["pid_space"]
+            silent = [rank for rank in silent if not runs_here(self.views[rank], space)]
         self.lost = [rank for rank in silent if self.views[rank]["addresses"]["own"] in peers] or silent
         who = f"{'one of ' * (len(self.lost) > 1)}{self._places(self.lost, 'or')}"
         if late and self.lost:
@@ -288,6 +284,11 @@ def within(seconds: float, action: Callable[[], Found]) -> Found | None:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
+
+
+def runs_here(view: dict, pid_space: str) -> bool:
+    """True if a process in this space of pids can see that the rank's process runs."""
+    return view["pid_space"] == pid_space and _is_running(view["pid"])
 
 
 def _is_running(pid: int) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from common.console import say
 from common.errors import UserError
 from common.join import devices, interfaces, network
-from common.join.connections import Connections, cut_off
+from common.join.connections import Connections, cut_off, ports_of
 from common.join.ended import leave, post
 from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
@@ -56,6 +56,7 @@ class Group:
     turns: Iterator[int] = field(default_factory=itertools.count)  # numbers of those to come
     since_all_met: list[Written] = field(default_factory=list)  # by this rank; all ranks may still need it
     others_go_on: bool = False  # without a rank that is lost (--elastic)
+    connections: Connections = field(default_factory=Connections)  # to the other ranks, which are not there yet
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed when the group ends
 
     @contextlib.contextmanager
@@ -161,7 +162,7 @@ class Group:
     def _turn(self, what: str) -> Turn:
         limits = self.options.timeout_seconds, self.options.work_timeout_seconds
         where = f"{what}/{next(self.turns)}", self.store, self.worker, self.views
-        return Turn(*where, *limits, self.others_go_on, self.since_all_met)
+        return Turn(*where, *limits, self.others_go_on, self.since_all_met, self.connections)
 
 
 @contextlib.contextmanager
@@ -176,11 +177,11 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     with naming_lost_store(worker):
         joined = join(worker, options, opened, device, backend, problem)
     group = group_of(worker, options, device, backend, joined)
-    connections = Connections()
+    connections = group.connections
     # A rank that is lost is named before what is left is closed.
     with finishing(group), naming_lost_rank(worker, joined.views, joined.store, connections):
         connect(worker, options, device, backend, joined)
-        connections.note()
+        connections.note(*ports_of(joined.store))
         yield group
         disconnect(worker, joined, connections)
     remove_meeting_file(worker)
@@ -322,6 +323,8 @@ def connect(
         except RuntimeError:
             _forget_failed_group()
             raise
+        if backend == "gloo":  # its ranks connect one by one: one that ended early would leave those that still do
+            dist.barrier()
 
 
 def set_timeout(seconds: float) -> None:

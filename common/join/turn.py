@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
-from common.join.connections import cut_off
-from common.join.ended import all_have, posted, running
-from common.join.lost import MEET, ended_in_words, is_contact_lost, store_request
-from common.join.view import place
+from common.join.connections import Connections, cut_off
+from common.join.ended import all_have, post, posted, running
+from common.join.lost import MEET, ended_in_words, is_contact_lost, runs_here, see_log, store_request
+from common.join.view import place, places
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
 
@@ -63,11 +63,13 @@ class Turn:
         work_timeout_seconds: float,  # for the work itself
         others_go_on: bool = False,  # without a rank that is lost (--elastic)
         since_all_met: list[Written] | None = None,  # by this rank, since all ranks have waited for each other
+        connections: Connections | None = None,  # to the other ranks
     ):
         self.worker, self.views, self.others_go_on = worker, views, others_go_on
         self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
         self.say_every_seconds = SAY_EVERY_SECONDS
+        self.connections = connections or Connections()
         self.written = Written(self.store)  # where nothing has failed
         self.since_all_met = [] if since_all_met is None else since_all_met
         self.since_all_met.append(self.written)
@@ -187,17 +189,22 @@ class Turn:
         return error
 
     def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
-        """A function that raises RankLost when one of these ranks has ended, as somebody has posted, or has had no
-        heartbeat for --timeout."""
+        """A function that raises RankLost when one of these ranks has ended, as somebody has posted or this rank sees,
+        or has had no heartbeat for --timeout."""
         last = {rank: (0, time.monotonic()) for rank in watched}
-        is_time = Every(HEARTBEAT_SECONDS)
+        is_time, missing = Every(HEARTBEAT_SECONDS), list[int]()
 
         def check() -> None:
+            nonlocal missing
             if not is_time():
                 return
+            missing_before, missing = missing, self._missing()
             ended = posted(self.store_of_all, self.views)
             if causes := {rank: ended[rank] for rank in last if rank in ended}:
                 raise RankLost(ended_in_words(self.views, causes))
+            if last.keys() & set(missing_before):  # its supervisor has had the time to post the cause
+                self.raise_failure()
+                raise RankLost(self._lost(missing_before))
             now = time.monotonic()
             for rank, (count, since) in last.items():
                 if (beats := self.store.add(f"heartbeat/{rank}", 0)) != count:
@@ -207,6 +214,27 @@ class Turn:
                     raise RankLost(f"{place(self.views[rank])} {silence}: see its log")
 
         return check
+
+    def _missing(self) -> list[int]:
+        """The ranks that have ended, as this one sees. On another machine, it may be any rank to which a connection was
+        closed."""
+        space, hosts = self.views[self.worker.rank]["pid_space"], self.connections.closed_to()
+        return [
+            rank
+            for rank, view in enumerate(self.views)
+            if (view["addresses"]["own"] in hosts if view["pid_space"] != space else not runs_here(view, space))
+        ]
+
+    def _lost(self, missing: list[int]) -> str:
+        """Say which these are. Post those that have ended for certain, so that nobody waits for them."""
+        space, views = self.views[self.worker.rank]["pid_space"], [self.views[rank] for rank in missing]
+        here = [rank for rank in missing if self.views[rank]["pid_space"] == space]
+        if len(missing) > max(len(here), 1):
+            return f"lost {places(views, 'or')}: a connection was closed; {see_log(self.views, missing)}"
+        causes = dict.fromkeys(missing, "" if here else "has closed its connections")
+        for rank, cause in causes.items():
+            post(self.store_of_all, rank, cause)
+        return ended_in_words(self.views, causes)
 
     def _linger(self) -> None:
         """Rank 0 waits until all ranks know of the failure or have ended: the store may end with its process."""
