@@ -1,5 +1,6 @@
 """For all tests: what they start ends with them, a failure shows all output, and --costs measures."""
 
+import gc
 import signal
 import sys
 
@@ -10,12 +11,18 @@ from tests.costs import pytest_addoption  # noqa: F401 (a hook of pytest)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all modules are imported: the collector would look at them again and again, and find nothing
     hear_hangups()
     costs.configure(config)
     if hasattr(config, "workerinput"):  # a process of `pytest -n`
         harness.use_shared_server()
     elif getattr(config.option, "numprocesses", None) and not config.option.costs:  # which counts its own children
         harness.share_server()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def hear_hangups() -> None:

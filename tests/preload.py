@@ -4,9 +4,12 @@ import setproctitle
 
 setproctitle.getproctitle()  # finds where the title is, which is possible only before the environment changes
 
+import gc
+
+gc.disable()  # it would look at what is imported again and again, and find nothing
+
 import contextlib
 import ctypes
-import gc
 import importlib
 import io
 import os
@@ -51,5 +54,6 @@ def _use_huge_pages() -> None:
 # What is here stays: a collection in a child would look at all of it, and copy its pages.
 gc.collect()
 gc.freeze()
+gc.enable()
 if sys.platform == "linux":
     _use_huge_pages()

@@ -34,7 +34,7 @@ from tests.test_bert_exactness import text  # noqa: F401 (a fixture)
 from tests.test_your_own_task import example  # noqa: F401 (a fixture)
 
 LONG = pytest.mark.long
-TRAINERS = ["chapter", "copy", *(pytest.param(name, marks=LONG) for name in ("mnist", "pretraining", "fine-tuning"))]
+TRAINERS = ["chapter", *(pytest.param(name, marks=LONG) for name in ("mnist", "copy", "pretraining", "fine-tuning"))]
 # flag -> whether its effect is there, in one of the runs of `runs`
 SEEN = {
     "--global-batch": lambda of: "batch    30 " in of.whole.said,

@@ -24,12 +24,12 @@ KEPT = """        import gc, json, os
 """
 
 
-@pytest.fixture(scope="module", params=[("--elastic", 1), ("--balance", "auto", "--async-save")], ids=str)
-def kept(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
     """By rank, what a process has kept after each epoch."""
     folder = tmp_path_factory.mktemp("kept")
     script = altered(folder / "counting_ddp", {LOOP: KEPT.replace("FOLDER", str(folder))})
-    play(script, (1, 1), folder / "run", *FLAGS, *request.param)
+    play(script, (1, 1), folder / "run", *FLAGS, "--elastic", 1, "--balance", "auto", "--async-save")
     return [json.loads((folder / f"kept-{rank}.json").read_text()) for rank in range(2)]
 
 

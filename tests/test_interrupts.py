@@ -44,12 +44,14 @@ def rank_pid(run, rank: int) -> int:
     return start["ranks"][rank]["pid"]
 
 
-@pytest.mark.parametrize("number, code", [("SIGTERM", AGAIN), ("SIGUSR1", AGAIN), ("SIGINT", AGAIN), ("SIGHUP", AGAIN)])
-def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_path, number, code):
+@pytest.mark.parametrize(
+    "number", ["SIGTERM", "SIGINT", *(pytest.param(one, marks=pytest.mark.long) for one in ("SIGUSR1", "SIGHUP"))]
+)
+def test_a_signal_to_one_supervisor_saves_a_checkpoint_and_ends_every_node(tmp_path, number):
     run = started(tmp_path, (1, 2), "--epochs", 2000)
     os.kill(run.processes[1].pid, getattr(signal, number))
     results = run.results()
-    assert [result.code for result in results] == [code, code], [result.output for result in results]
+    assert [result.code for result in results] == [AGAIN, AGAIN], [result.output for result in results]
     said = re.search(rf"interrupted: {number} on rank [12]: ended after step (\d+), which is saved", results[0].output)
     assert said, results[0].output
     saved = (tmp_path / "run" / "checkpoints" / "latest").resolve().name

@@ -153,23 +153,24 @@ def test_a_rank_that_freezes_at_work_is_named_by_those_that_wait(turn, silent):
         assert result.code == 1 and bool(said) == (number != 1), result.output
 
 
-@pytest.mark.parametrize("turn", TURNS[1:])
 @pytest.mark.parametrize(
-    "where, said",
+    "turn, where, said",
     [
-        ("", r"error: lost rank 1, node 1 \(\S+\): its process has ended; see the log of that node"),
+        (TURNS[1], "", r"error: lost rank 1, node 1 \(\S+\): its process has ended; see the log of that node"),
         (
+            TURNS[2],
             ELSEWHERE.format(ranks=[1]),
             r"error: lost rank 1, node 1 \(\S+\): has closed its connections; see the log of",
         ),
         (
+            TURNS[2],
             ELSEWHERE.format(ranks=[1, 2]),
             r"error: lost .*rank 1, node 1 \(\S+\).*: a connection was closed; see the log",
         ),
     ],
     ids=["on this machine", "on another machine", "or another rank on another machine"],
 )
-def test_a_rank_that_dies_at_work_is_not_waited_for(where, said, turn, tmp_path):
+def test_a_rank_that_dies_at_work_is_not_waited_for(turn, where, said, tmp_path):
     body = where + SIGNALLED.format(rank=1, turn=turn, signal="SIGKILL")
     first, _, last = playing_body(body, tmp_path).results()
     for result in (first, last):
