@@ -36,7 +36,9 @@ SCORE = Path("runs") / "learn.json"
 NODES = (3, 1)  # ranks of each node
 IDLE_SECONDS = 5.0  # in which all ranks together work for less than BUSY: they wait for one another for ever
 BUSY = 0.2  # seconds of CPU time; one that waits may use a little
+WANTS_TO_RUN = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # also where the machine gives it no time
 LIMIT = 120.0  # seconds of a run
+STACK_SECONDS = 10.0  # for a rank to write where it waits
 SAME = 1e-9
 
 
@@ -217,10 +219,14 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
                 processes.append(process)
         idle = _idle_before_they_end(processes)
         codes = [one.exitcode for one in processes]
-        for one in processes:
+        asked = []
+        for one, log in zip(processes, logs, strict=True):
             if one.is_alive() and one.pid:
                 os.kill(one.pid, signal.SIGUSR1)  # it writes its stack, see _be
-        time.sleep(0.3)
+                asked.append(log)
+        ends = time.monotonic() + STACK_SECONDS
+        while not all("<module>" in log.read_text() for log in asked) and time.monotonic() < ends:
+            time.sleep(0.05)
         for one in processes:
             one.kill()
             one.join()
@@ -236,17 +242,21 @@ def _idle_before_they_end(processes: list) -> bool:
     """Wait until all have ended, or LIMIT is over: False. True as soon as none of them does anything any more."""
     ends = time.monotonic() + LIMIT
     used: dict[int, float] = {}  # pid -> CPU time; that of a process that has ended stays
-    before, since = 0.0, time.monotonic()
+    before, since, looks, wanted = 0.0, time.monotonic(), 0, 0
     while any(one.is_alive() for one in processes) and time.monotonic() < ends:
         time.sleep(0.1)
+        states = []
         for one in processes:
             with contextlib.suppress(psutil.Error):
-                times = psutil.Process(one.pid).cpu_times()
+                process = psutil.Process(one.pid)
+                times = process.cpu_times()
                 used[one.pid] = max(used.get(one.pid, 0.0), times.user + times.system)
+                states.append(process.status())
+        looks, wanted = looks + 1, wanted + any(state in WANTS_TO_RUN for state in states)
         if time.monotonic() - since > IDLE_SECONDS:
-            if sum(used.values()) - before < BUSY:
+            if sum(used.values()) - before < BUSY and wanted < looks / 4:
                 return True
-            before, since = sum(used.values()), time.monotonic()
+            before, since, looks, wanted = sum(used.values()), time.monotonic(), 0, 0
     return False
 
 
