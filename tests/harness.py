@@ -53,6 +53,12 @@ class Result:
     output: str  # standard output and standard error together
     seconds: float
 
+    @property
+    def lines(self) -> list[str]:
+        """What it has printed, but for what a node says while it waits for others to join: more on a slow machine."""
+        waits = re.compile(r"\[\d+.*\] (on node \d+ run:|waiting for )")
+        return [line for line in self.output.splitlines() if line.strip() and not waits.match(line)]
+
 
 # --- waiting, and ending ------------------------------------------------------------------------------------------
 

@@ -148,19 +148,13 @@ def test_classes_are_those_of_the_training_data_and_a_tab_separates_a_pair(model
         assert row["label"] == max(row["scores"], key=row["scores"].get)
 
 
-def errors(result):
-    """The lines of a node that are not about whom it waits for."""
-    others = ("on node 1 run:", "waiting for ")
-    return [line for line in result.output.splitlines() if not any(text in line for text in others)]
-
-
 def test_a_folder_for_parts_that_one_node_cannot_make_is_one_line_on_every_node(model, text, tmp_path):
     first, second = nodes((2, 2), tmp_path, model, text, "embed")
     (tmp_path / "file").write_text("")
     second.flags += ["--shared-dir", tmp_path / "file"]
     for result in playing(PREDICT, [first, second], tmp_path).results():
         assert result.code == 2
-        (error,) = errors(result)
+        (error,) = result.lines
         assert "name another folder with --shared-dir" in error
 
 
@@ -177,7 +171,7 @@ def test_bad_input_is_one_line_and_code_2(flags, message, model, text, tmp_path)
     flags = [tmp_path / "binary" if flag == "BINARY" else flag for flag in flags]
     (result,) = playing(PREDICT, nodes((2,), tmp_path, model, text, "embed", *flags), tmp_path).results()
     assert result.code == 2
-    (error,) = errors(result)
+    (error,) = result.lines
     assert message in error
 
 

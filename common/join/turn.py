@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -135,12 +135,12 @@ class Turn:
         Raises the failure that another rank has announced, and RunError when one of the ranks `watched` has ended or
         has no heartbeat for --timeout, or the work takes longer than --work-timeout.
         """
-        check_heartbeats = self._heartbeat_checker(watched)
+        watch = _Watch(self, watched)
         is_time_to_speak = Every(self.say_every_seconds)
 
         def meanwhile(elapsed_seconds: float) -> None:
             self.raise_failure()
-            check_heartbeats()
+            watch.require_alive()
             if self.worker.local_rank == 0 and is_time_to_speak():
                 say(f"waiting for {what} ({elapsed_seconds:.0f} s)", self.worker.rank)
 
@@ -188,55 +188,62 @@ class Turn:
         before_exit(error, self._linger)
         return error
 
-    def _heartbeat_checker(self, watched: Iterable[int]) -> Callable[[], None]:
-        """A function that raises RankLost when one of these ranks has ended, as somebody has posted or this rank sees,
-        or has had no heartbeat for --timeout."""
-        last = {rank: (0, time.monotonic()) for rank in watched}
-        is_time, missing = Every(HEARTBEAT_SECONDS), list[int]()
-
-        def check() -> None:
-            nonlocal missing
-            if not is_time():
-                return
-            missing_before, missing = missing, self._missing()
-            ended = posted(self.store_of_all, self.views)
-            if causes := {rank: ended[rank] for rank in last if rank in ended}:
-                raise RankLost(ended_in_words(self.views, causes))
-            if last.keys() & set(missing_before):  # its supervisor has had the time to post the cause
-                self.raise_failure()
-                raise RankLost(self._lost(missing_before))
-            now = time.monotonic()
-            for rank, (count, since) in last.items():
-                if (beats := self.store.add(f"heartbeat/{rank}", 0)) != count:
-                    last[rank] = beats, now
-                elif now - since > self.timeout_seconds:
-                    silence = f"has had no heartbeat for {self.timeout_seconds:.0f} s (--timeout)"
-                    raise RankLost(f"{place(self.views[rank])} {silence}: see its log")
-
-        return check
-
-    def _missing(self) -> list[int]:
-        """The ranks that have ended, as this one sees. On another machine, it may be any rank to which a connection was
-        closed."""
-        space, hosts = self.views[self.worker.rank]["pid_space"], self.connections.closed_to()
-        return [
-            rank
-            for rank, view in enumerate(self.views)
-            if (view["addresses"]["own"] in hosts if view["pid_space"] != space else not runs_here(view, space))
-        ]
-
-    def _lost(self, missing: list[int]) -> str:
-        """Say which these are. Post those that have ended for certain, so that nobody waits for them."""
-        space, views = self.views[self.worker.rank]["pid_space"], [self.views[rank] for rank in missing]
-        here = [rank for rank in missing if self.views[rank]["pid_space"] == space]
-        if len(missing) > max(len(here), 1):
-            return f"lost {places(views, 'or')}: a connection was closed; {see_log(self.views, missing)}"
-        causes = dict.fromkeys(missing, "" if here else "has closed its connections")
-        for rank, cause in causes.items():
-            post(self.store_of_all, rank, cause)
-        return ended_in_words(self.views, causes)
-
     def _linger(self) -> None:
         """Rank 0 waits until all ranks know of the failure or have ended: the store may end with its process."""
         if self.worker.is_main:
             poll(lambda: all_have("heard", self.store, running(self.store_of_all, self.worker)), LINGER_SECONDS)
+
+
+class _Watch:
+    """The ranks that a turn waits for."""
+
+    def __init__(self, turn: Turn, ranks: Iterable[int]):
+        self.turn, self.views = turn, turn.views
+        self.space = self.views[turn.worker.rank]["pid_space"]
+        self.beats = {rank: (0, time.monotonic()) for rank in ranks}  # the last count of each, and since when
+        self.is_time = Every(HEARTBEAT_SECONDS)
+        self.missing: list[int] = []  # a moment ago
+
+    def require_alive(self) -> None:
+        """Raise RankLost when one of these ranks has ended, as somebody has posted or this rank sees, or has had no
+        heartbeat for --timeout."""
+        if not self.is_time():
+            return
+        missing_before, self.missing = self.missing, self._missing()
+        ended = posted(self.turn.store_of_all, self.views)
+        if causes := {rank: ended[rank] for rank in self.beats if rank in ended}:
+            raise RankLost(ended_in_words(self.views, causes))
+        if self.beats.keys() & set(missing_before):  # its supervisor has had the time to post the cause
+            self.turn.raise_failure()
+            raise RankLost(self._post_lost(missing_before))
+        now = time.monotonic()
+        for rank, (count, since) in self.beats.items():
+            if (beats := self.turn.store.add(f"heartbeat/{rank}", 0)) != count:
+                self.beats[rank] = beats, now
+            elif now - since > self.turn.timeout_seconds:
+                silence = f"has had no heartbeat for {self.turn.timeout_seconds:.0f} s (--timeout)"
+                raise RankLost(f"{place(self.views[rank])} {silence}: see its log")
+
+    def _missing(self) -> list[int]:
+        """The ranks that have ended, as this one sees. On another machine, it may be any rank to which a connection was
+        closed."""
+        hosts = self.turn.connections.closed_to()
+        return [
+            rank
+            for rank, view in enumerate(self.views)
+            if (not runs_here(view, self.space) if self._is_here(rank) else view["addresses"]["own"] in hosts)
+        ]
+
+    def _is_here(self, rank: int) -> bool:
+        return self.views[rank]["pid_space"] == self.space
+
+    def _post_lost(self, missing: list[int]) -> str:
+        """Say which these are. Post those that have ended for certain, so that nobody waits for them."""
+        here = all(map(self._is_here, missing))
+        if not here and len(missing) > 1:
+            who = places((self.views[rank] for rank in missing), "or")
+            return f"lost {who}: a connection was closed; {see_log(self.views, missing)}"
+        causes = dict.fromkeys(missing, "" if here else "has closed its connections")
+        for rank, cause in causes.items():
+            post(self.turn.store_of_all, rank, cause)
+        return ended_in_words(self.views, causes)
