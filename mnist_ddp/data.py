@@ -4,6 +4,7 @@ MNIST is 47 MB: decoding, normalising and collating it image by image, as a stoc
 than training on it. Here a batch is one indexing operation.
 """
 
+import functools
 import importlib.util
 import math
 import os
@@ -41,7 +42,8 @@ class ImageDataset(BatchedDataset):
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, normal: torch.Tensor, device: torch.device):
         """`images` uint8 (samples, side, side); `normal` (256,) holds the normalised value of each grey level."""
-        self.images = normal[images.int()].unsqueeze(1).to(device)
+        values = torch.from_numpy(normal.numpy()[images.numpy()])  # five times as fast as torch's own indexing
+        self.images = values.unsqueeze(1).to(device)
         self.labels = labels.long().to(device)
 
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ class ImageDataset(BatchedDataset):
         return self.images.shape[-1]
 
 
+@functools.cache  # a trainer is called again when members of the run have changed (--elastic)
 def load(
     name: str, folder: Path, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[ImageDataset, ImageDataset, str]:
@@ -69,7 +72,7 @@ def load(
     (train_images, train_labels), (test_images, test_labels) = parts
     _require_variety(train_images, train_labels, "training", folder)
     _require_variety(test_images, test_labels, "test", folder)
-    if all((train_images == image).flatten(1).all(dim=1).any() for image in test_images[:: len(test_images) // 20]):
+    if all(_contains(train_images, image) for image in test_images[:: len(test_images) // 20]):
         raise UserError(
             f"--data-dir {folder}: the test images are among the training images: copy the t10k files again"
         )
@@ -85,8 +88,9 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
     for name, values in (("image", images[:1000]), ("label", labels)):
         if len(values) > 1 and (values == values[0]).all():
             raise UserError(f"--data-dir {folder}: every {name} of the {what} set is the same: copy the files again")
-    pixels = images.flatten(1)
-    empty = (pixels == pixels[:, :1]).all(dim=1).nonzero()
+    first, middle = images[:, 0, 0], images[:, images.shape[1] // 2]  # the row that tells most images apart
+    maybe = (middle == first[:, None]).all(dim=1).nonzero().flatten()
+    empty = maybe[(images[maybe] == first[maybe, None, None]).flatten(1).all(dim=1)]
     if len(empty) > len(images) / 10:
         raise UserError(
             f"--data-dir {folder}: {len(empty):,} of {len(images):,} images of the {what} set are of one grey level, "
@@ -94,10 +98,16 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
         )
 
 
+def _contains(images: torch.Tensor, image: torch.Tensor) -> bool:
+    middle = len(image) // 2  # the row that tells most images apart
+    maybe = images[(images[:, middle] == image[middle]).all(dim=1)]
+    return bool((maybe == image).flatten(1).all(dim=1).any())
+
+
 def _normalisation(images: torch.Tensor) -> torch.Tensor:
     """For each grey level, its value once the images have mean 0 and standard deviation 1: float64 (256,)."""
     levels = torch.arange(256, dtype=torch.float64)
-    frequency = torch.bincount(images.flatten().int(), minlength=256) / images.numel()
+    frequency = torch.bincount(images.flatten(), minlength=256) / images.numel()
     mean = (levels * frequency).sum()
     return (levels - mean) / ((levels - mean) ** 2 * frequency).sum().sqrt()
 

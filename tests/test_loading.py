@@ -4,6 +4,7 @@ import gc
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from common.errors import UserError
 from common.launch.worker import clear_frames
 from common.uneven.batches import micro_batches, move, rows_in, take_rows
+from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.loading import dataset_fingerprint, part_loader
 from common.uneven.options.workers import worker_options
 from common.uneven.sampling import Indices
@@ -169,3 +171,11 @@ def test_processes_of_a_loader_end_by_themselves_when_the_members_change():
         clear_frames(lost)
     gc.collect()
     assert [process.exitcode for process in processes] == [0]  # torch ends those with SIGTERM that do not end in 5 s
+
+
+def test_the_fingerprint_of_an_array_of_objects_is_that_of_the_objects():
+    """And not of where they are in memory, which differs from rank to rank."""
+    one, same, other = (
+        np.array(["".join(word), None, 2.5], dtype=object) for word in (("a", "b"), ("ab",), ("a", "c"))
+    )
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)

@@ -24,9 +24,14 @@ def fingerprint(*values: Any) -> str:
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()  # numpy has no bfloat16
-        digest.update(str(tuple(value.shape)).encode() + data.tobytes())
+        digest.update(str(tuple(value.shape)).encode())
+        digest.update(data)
     elif isinstance(value, np.ndarray):
-        digest.update(str(value.shape).encode() + np.ascontiguousarray(value).tobytes())
+        digest.update(str(value.shape).encode())
+        if value.dtype.hasobject:  # an array of references, which differ from process to process
+            _feed(digest, value.tolist())
+        else:
+            digest.update(np.ascontiguousarray(value).view(np.uint8))
     elif isinstance(value, Mapping):
         for name in sorted(value):
             _feed(digest, name)
