@@ -1,5 +1,6 @@
 """Nothing is lost: a run killed in the middle of an epoch ends as if it had not been."""
 
+import json
 import re
 import shutil
 from argparse import ArgumentTypeError
@@ -10,7 +11,7 @@ import pytest
 from common.errors import UserError
 from common.launch import cli, values
 from common.record import checkpoint
-from common.record.metrics import read_metrics
+from common.record.metrics import drop_rows_after, last_rows, read_metrics
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, wait_until, weights
 from tests.trainers import NEXT_STEP, altered
 
@@ -175,6 +176,27 @@ def test_a_line_of_the_metrics_that_is_no_row_is_named_and_one_cut_off_at_the_en
     file.write_text('{"kind": "tra\n{"kind": "train", "step": 1}\n')
     with pytest.raises(UserError, match="line 1 is not JSON"):
         read_metrics(file)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 9])
+def test_rows_of_later_steps_are_dropped_whatever_follows_them(step, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [
+        ("train", 1),
+        ("ranks", 1),
+        ("eval", 1),
+        ("shares", 2),
+        ("train", 2),
+        ("members", 1),
+        ("train", 3),
+        ("note", None),
+    ]
+    rows = [{"kind": kind, "step": at} for kind, at in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "tra')
+    drop_rows_after(file, step)
+    assert read_metrics(file) == [row for row in rows if row["step"] is None or row["step"] <= step]
+    wanted = {row["kind"]: row for row in read_metrics(file) if row["kind"] in ("train", "ranks", "eval")}
+    assert last_rows(file) == wanted
 
 
 def test_resuming_from_latest_by_its_path_keeps_latest_a_link_to_a_step(uninterrupted, tmp_path):

@@ -3,6 +3,9 @@
 import contextlib
 import json
 import math
+import mmap
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,23 +14,81 @@ from common.errors import RunError, UserError
 from common.record.lock import lock
 from common.record.trackers import Trackers
 
+OF_STEPS = ("train", "ranks")  # kinds of rows that come in the order of their steps
+KINDS = (*OF_STEPS, "eval", "summary")
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. A last line that is incomplete is left out: after a crash, or because the run writes
     it at this moment. Raises UserError if any other line is not JSON."""
-    rows = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # after the last line break, nothing is complete
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text: name a run's --out-dir, or its metrics.jsonl") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError):
-            raise UserError(f"{path}, line {number} is not JSON: correct that line, or remove it") from None
-        if not isinstance(rows[-1], dict):
-            raise UserError(f"{path}, line {number} is not an object: name a metrics.jsonl that a run has written")
-    return rows
+    return [_row(path, f"line {number}", line) for number, line in enumerate(lines, start=1)]
+
+
+def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}, {where} is not JSON: correct that line, or remove it") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, {where} is not an object: name a metrics.jsonl that a run has written")
+    return row
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The bytes of a file, of which only those are read that are looked at: a run of a week has a gigabyte of rows."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            yield text
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Take the rows of later steps away, and a last line that is incomplete. Reads from the end, up to the last row of
+    OF_STEPS that stays. Raises UserError for a line that is not JSON."""
+    stay: list[bytes] = []  # lines after the first one that goes, the last one first
+    with _mapped(path) as text:
+        size, end = len(text), text.rfind(b"\n")
+        keep, seen = end + 1, list[bytes]()
+        while end >= 0:
+            begin = text.rfind(b"\n", 0, end) + 1
+            line = text[begin:end]
+            row = _row(path, f"the line at byte {begin}", line)
+            if isinstance(at := row.get("step"), int) and at > step:
+                keep, stay = begin, list(seen)
+            elif row.get("kind") in OF_STEPS:
+                break
+            else:
+                seen.append(line)
+            end = begin - 1
+    if keep == size:
+        return
+    if not stay:
+        os.truncate(path, keep)
+        return
+    aside = path.with_suffix(".tmp")
+    shutil.copyfile(path, aside)
+    os.truncate(aside, keep)
+    with aside.open("ab") as file:
+        file.writelines(line + b"\n" for line in reversed(stay))
+    aside.replace(path)
+
+
+def last_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each of KINDS that there is, the earliest one first."""
+    with _mapped(path) as text:
+        begins = {kind: text.rfind(f'{{"kind": "{kind}"'.encode()) for kind in KINDS}
+        found = sorted((begin, kind) for kind, begin in begins.items() if begin >= 0)
+        return {
+            kind: _row(path, f"the line at byte {begin}", text[begin : text.find(b"\n", begin)])
+            for begin, kind in found
+        }
 
 
 class Metrics:
@@ -40,17 +101,10 @@ class Metrics:
         it have written before (--elastic). Raises OSError."""
         self.path, self.steps_per_epoch, self.trackers = folder / "metrics.jsonl", steps_per_epoch, trackers
         self.lock = lock(folder, takes_over=takes_over)
-        self.rows_before = self._drop_rows_after(first_step)
+        if self.path.exists():
+            drop_rows_after(self.path, first_step)
         self.file = self.path.open("a")
-
-    def _drop_rows_after(self, step: int) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        rows = [row for row in read_metrics(self.path) if not isinstance(row.get("step"), int) or row["step"] <= step]
-        aside = self.path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        aside.replace(self.path)
-        return rows
+        self.last_before = last_rows(self.path)
 
     def write(self, kind: str, step: int, **numbers: Any) -> None:
         """Append a row, and those added before. `epoch` is that of the step; a number that is not finite becomes null.

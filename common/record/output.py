@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from common.console import say
-from common.errors import RunError
+from common.errors import RunError, UserError
 from common.join.members import Members
 from common.join.process_group import Group
 from common.join.view import places
 from common.launch.options import RunOptions
 from common.record import run_json, wording
 from common.record.clock import Clock
-from common.record.metrics import Metrics
+from common.record.metrics import OF_STEPS, Metrics
 from common.record.plots import plot_curves
 from common.record.steps import GlobalStep
 from common.record.terminal import Terminal
@@ -70,7 +70,7 @@ class Output:
 
     def _go_on(self, group: Group, members: Members) -> None:
         """Write what the last generation has done and not written, and who is there now."""
-        written = max([row["step"] for row in self.metrics.rows_before if row["kind"] in ("train", "ranks")], default=0)
+        written = max((row["step"] for kind, row in self.metrics.last_before.items() if kind in OF_STEPS), default=0)
         for one in members.unwritten:
             if one.step > written and one.step % self.options.log_every == 0:
                 self.metrics.write("train", one.step, loss=one.loss, lr=one.lr, grad_norm=one.grad_norm)
@@ -81,10 +81,9 @@ class Output:
 
     def so_far(self) -> tuple[float, dict[str, float], int]:
         """Seconds of training, the last evaluation and its step, of the runs that this one continues."""
-        rows, self.metrics.rows_before = self.metrics.rows_before, []  # they may be many
-        seconds = [row["training_seconds"] for row in rows if "training_seconds" in row]
-        evaluations = [row for row in rows if row["kind"] == "eval"]
-        last = evaluations[-1] if evaluations else {}
+        rows = self.metrics.last_before
+        seconds = [row["training_seconds"] for row in rows.values() if "training_seconds" in row]
+        last = rows.get("eval", {})
         measures = {name: value for name, value in last.items() if name not in NOT_MEASURES}
         return (seconds[-1] if seconds else 0.0), measures, last.get("step", -1)
 
@@ -157,7 +156,8 @@ class Output:
             files.insert(0, "curves.png")
             try:
                 plot_curves(self.metrics.path, self.folder / "curves.png")
-            except OSError as error:  # the training itself is done, and saved
+            except (OSError, UserError) as error:  # the training itself is done, and saved
                 if not self.is_copy:
-                    say(f"could not write {self.folder / 'curves.png'}: {error.strerror}", rank=0, error=True)
+                    why = getattr(error, "strerror", None) or error
+                    say(f"could not write {self.folder / 'curves.png'}: {why}", rank=0, error=True)
         self.terminal.line(f"files    {self.folder}: {', '.join(files)}")
