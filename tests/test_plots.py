@@ -1,12 +1,12 @@
 """curves.png: all that is measured has a panel, and no text of "Time by rank" covers anything else."""
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from common.record.plots import draw_curves
+from common.record.plots import draw_curves, thinned
 from tests.harness import MNIST, nodes_of, playing
 
 
@@ -95,6 +95,15 @@ def test_rows_of_an_earlier_version_without_loading_are_drawn():
     del row["loading_ms"]
     found, _ = panels([*train(1, 2), row, ranks(2)])
     assert len(found["Time by rank"].patches) == 2 * len(TIMES)
+
+
+def test_of_very_many_steps_an_even_part_is_drawn_and_every_evaluation():
+    rows = [{"kind": kind, "step": step} for step in range(1, 1001) for kind in ("train", "eval")]
+    found = thinned(rows, most=100)
+    steps = [row["step"] for row in found if row["kind"] == "train"]
+    assert 50 <= len(steps) <= 100 and steps[0] == 1 and steps[-1] > 980
+    assert len({later - earlier for earlier, later in pairwise(steps)}) == 1
+    assert sum(row["kind"] == "eval" for row in found) == 1000
 
 
 def test_a_run_on_uneven_ranks_leaves_a_picture(tmp_path):

@@ -21,11 +21,18 @@ KINDS = (*OF_STEPS, "eval", "summary")
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. A last line that is incomplete is left out: after a crash, or because the run writes
     it at this moment. Raises UserError if any other line is not JSON."""
+    return list(each_row(path))
+
+
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_metrics`, one row after the other: all together may not fit in memory."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # after the last line break, nothing is complete
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith("\n"):
+                    yield _row(path, f"line {number}", line)
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text: name a run's --out-dir, or its metrics.jsonl") from None
-    return [_row(path, f"line {number}", line) for number, line in enumerate(lines, start=1)]
 
 
 def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:

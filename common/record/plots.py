@@ -1,13 +1,14 @@
 """curves.png: the loss, the evaluations and each rank's time of one metrics.jsonl."""
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from common.record.metrics import read_metrics
+from common.record.metrics import OF_STEPS, each_row
 
 # from the bottom of a bar to its top
 COLORS = {"loading": "tab:red", "compute": "tab:green", "communication": "tab:blue", "wait": "tab:orange"}
@@ -19,6 +20,7 @@ PANEL_INCHES = 5.5  # the width of a panel; that of many ranks is wider
 LEFT, RIGHT, BOTTOM, TOP = 0.85, 0.15, 0.6, 0.4
 BESIDE = 1.6  # inches to the right of the axes for a legend there
 SIDE_BY_SIDE = 4  # ranks whose figures fit above their bars
+MOST_POINTS = 20_000  # of a curve, more than any screen shows: the steps of a week would fill the memory
 UPRIGHT = 48  # ranks whose figures fit there when they are turned by 90 degrees
 
 Rows = list[dict[str, Any]]
@@ -27,10 +29,24 @@ Panel = tuple[float, Callable[[Any], None]]  # inches wide, and a function that 
 
 def plot_curves(metrics: Path, picture: Path) -> None:
     """Draw loss, evaluations and time by rank of `metrics`, a metrics.jsonl, into the PNG `picture`."""
-    figure = draw_curves(read_metrics(metrics))
+    figure = draw_curves(thinned(each_row(metrics)))
     aside = picture.with_name(f".{picture.name}")
     figure.savefig(aside, format="png", pil_kwargs={"compress_level": 1})
     aside.replace(picture)
+
+
+def thinned(rows: Iterable[dict[str, Any]], most: int = MOST_POINTS) -> Rows:
+    """Of each kind of which there are more than `most`, every second row, every fourth, ...: at least half as many."""
+    kept, every, seen = defaultdict[str, Rows](list), Counter[str](), Counter[str]()
+    for row in rows:
+        kind = row["kind"]
+        if seen[kind] % (every[kind] or 1) == 0:
+            kept[kind].append(row)
+        seen[kind] += 1
+        if len(kept[kind]) > most and kind in OF_STEPS:
+            kept[kind] = kept[kind][::2]
+            every[kind] = 2 * (every[kind] or 1)
+    return [row for of_kind in kept.values() for row in of_kind]
 
 
 def draw_curves(rows: Rows) -> Any:
