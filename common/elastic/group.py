@@ -26,6 +26,7 @@ from common.join.process_group import (
     join,
     remove_meeting_file,
     set_timeout,
+    wait_for_connected,
 )
 from common.join.store import OpenStore
 from common.join.view import gpu_of
@@ -59,7 +60,8 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
         with membership.connecting():
             connect(worker, options, device, backend, joined, membership.connect_seconds, CONNECT_ATTEMPTS)
             set_timeout(membership.collective_seconds)
-        group.connections.note(*ports_of(joined.store), *membership.store_ports(joined.views))
+            group.connections.note(*ports_of(joined.store), *membership.store_ports(joined.views))
+            wait_for_connected(backend)
         yield group, ElasticMembers(group, membership)
         leave()
     remove_meeting_file(worker)

@@ -39,7 +39,7 @@ class Connections:
 
     def closed_to(self) -> set[str]:
         """Hosts at the other end of connections that have been closed: gloo closes its end when the other one has."""
-        return {one.there[0] for one in self.ours - _established()}
+        return {one.there[0] for one in self.ours if not _is_open(one)}
 
     def close(self) -> None:
         """Shut them down: this rank's collectives fail now, and then those of the ranks that wait for it."""
@@ -78,6 +78,20 @@ def _established() -> set[_Connection]:
                     if same.type == socket.SOCK_STREAM and same.family in (socket.AF_INET, socket.AF_INET6):
                         found.add(_Connection(descriptor, *_ends(same)))
     return found
+
+
+def _is_open(connection: _Connection) -> bool:
+    """Needs no further descriptor, of which there may be none left."""
+    try:
+        same = socket.socket(fileno=connection.descriptor)
+    except OSError:
+        return False
+    try:
+        return _ends(same) == (connection.here, connection.there)
+    except OSError:
+        return False
+    finally:
+        same.detach()
 
 
 def _ends(connection: socket.socket) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

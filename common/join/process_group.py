@@ -182,6 +182,7 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
     with finishing(group), naming_lost_rank(worker, joined.views, joined.store, connections):
         connect(worker, options, device, backend, joined)
         connections.note(*ports_of(joined.store))
+        wait_for_connected(backend)
         yield group
         disconnect(worker, joined, connections)
     remove_meeting_file(worker)
@@ -323,8 +324,13 @@ def connect(
         except RuntimeError:
             _forget_failed_group()
             raise
-        if backend == "gloo":  # its ranks connect one by one: one that ended early would leave those that still do
-            dist.barrier()
+
+
+def wait_for_connected(backend: str) -> None:
+    """Wait until all ranks are connected: gloo's are so one by one, and one that ended early would leave those that
+    still do. Every rank must call this, after it has noted its connections."""
+    if backend == "gloo":
+        dist.barrier()
 
 
 def set_timeout(seconds: float) -> None:

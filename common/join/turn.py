@@ -27,6 +27,7 @@ from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
 
 HEARTBEAT_SECONDS = 1.0
+SILENT_SECONDS = 3.0  # without a heartbeat, after which it is looked whether a rank has ended
 LINGER_SECONDS = 20.0  # more than rank 0, whose process may hold the store, stays after a failure (launch/worker.py)
 SAY_EVERY_SECONDS = 40.0
 SOON_SECONDS = 0.2  # in which the last rank comes, where all do the same: waited for without polling
@@ -202,20 +203,15 @@ class _Watch:
         self.space = self.views[turn.worker.rank]["pid_space"]
         self.beats = {rank: (0, time.monotonic()) for rank in ranks}  # the last count of each, and since when
         self.is_time = Every(HEARTBEAT_SECONDS)
-        self.missing: list[int] = []  # a moment ago
 
     def require_alive(self) -> None:
-        """Raise RankLost when one of these ranks has ended, as somebody has posted or this rank sees, or has had no
-        heartbeat for --timeout."""
+        """Raise RankLost when one of these ranks has ended, as somebody has posted; or has had no heartbeat for some
+        seconds, and has ended, as this rank sees; or has had none for --timeout."""
         if not self.is_time():
             return
-        missing_before, self.missing = self.missing, self._missing()
         ended = posted(self.turn.store_of_all, self.views)
         if causes := {rank: ended[rank] for rank in self.beats if rank in ended}:
             raise RankLost(ended_in_words(self.views, causes))
-        if self.beats.keys() & set(missing_before):  # its supervisor has had the time to post the cause
-            self.turn.raise_failure()
-            raise RankLost(self._post_lost(missing_before))
         now = time.monotonic()
         for rank, (count, since) in self.beats.items():
             if (beats := self.turn.store.add(f"heartbeat/{rank}", 0)) != count:
@@ -223,11 +219,15 @@ class _Watch:
             elif now - since > self.turn.timeout_seconds:
                 silence = f"has had no heartbeat for {self.turn.timeout_seconds:.0f} s (--timeout)"
                 raise RankLost(f"{place(self.views[rank])} {silence}: see its log")
+        silent = {rank for rank, (_, since) in self.beats.items() if now - since > SILENT_SECONDS}
+        if silent and (missing := self._missing()) and silent & set(missing):
+            self.turn.raise_failure()
+            raise RankLost(self._post_lost(missing))
 
     def _missing(self) -> list[int]:
         """The ranks that have ended, as this one sees. On another machine, it may be any rank to which a connection was
-        closed."""
-        hosts = self.turn.connections.closed_to()
+        closed: by gloo, because NCCL closes some that it no longer needs."""
+        hosts = self.turn.connections.closed_to() if dist.get_backend() == dist.Backend.GLOO else set()
         return [
             rank
             for rank, view in enumerate(self.views)
@@ -239,11 +239,11 @@ class _Watch:
 
     def _post_lost(self, missing: list[int]) -> str:
         """Say which these are. Post those that have ended for certain, so that nobody waits for them."""
-        here = all(map(self._is_here, missing))
-        if not here and len(missing) > 1:
-            who = places((self.views[rank] for rank in missing), "or")
-            return f"lost {who}: a connection was closed; {see_log(self.views, missing)}"
-        causes = dict.fromkeys(missing, "" if here else "has closed its connections")
-        for rank, cause in causes.items():
-            post(self.turn.store_of_all, rank, cause)
-        return ended_in_words(self.views, causes)
+        certain = list(filter(self._is_here, missing)) or (missing if len(missing) == 1 else [])
+        for rank in certain:
+            post(self.turn.store_of_all, rank, "")  # its supervisor may post the cause yet
+        if certain:
+            cause = "" if self._is_here(certain[0]) else "has closed its connections"
+            return ended_in_words(self.views, dict.fromkeys(certain, cause))
+        who = places((self.views[rank] for rank in missing), "or")
+        return f"lost {who}: a connection was closed; {see_log(self.views, missing)}"

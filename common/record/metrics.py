@@ -14,8 +14,7 @@ from common.errors import RunError, UserError
 from common.record.lock import lock
 from common.record.trackers import Trackers
 
-OF_STEPS = ("train", "ranks")  # kinds of rows that come in the order of their steps
-KINDS = (*OF_STEPS, "eval", "summary")
+OF_STEPS = ("train", "ranks")  # kinds of rows of which there is one for each step, or each exchange
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -56,24 +55,28 @@ def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
             yield text
 
 
+def _from_the_end(path: Path, text: mmap.mmap | bytes) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """(where it begins, the line, its row) of each complete line, the last one first."""
+    end = text.rfind(b"\n")
+    while end >= 0:
+        begin = text.rfind(b"\n", 0, end) + 1
+        yield begin, text[begin:end], _row(path, f"the line at byte {begin}", text[begin:end])
+        end = begin - 1
+
+
 def drop_rows_after(path: Path, step: int) -> None:
-    """Take the rows of later steps away, and a last line that is incomplete. Reads from the end, up to the last row of
-    OF_STEPS that stays. Raises UserError for a line that is not JSON."""
+    """Take the rows of later steps away, and a last line that is incomplete. Reads from the end, up to an exchange that
+    stays: what was written before it is of earlier steps. Raises UserError for a line that is not JSON."""
     stay: list[bytes] = []  # lines after the first one that goes, the last one first
     with _mapped(path) as text:
-        size, end = len(text), text.rfind(b"\n")
-        keep, seen = end + 1, list[bytes]()
-        while end >= 0:
-            begin = text.rfind(b"\n", 0, end) + 1
-            line = text[begin:end]
-            row = _row(path, f"the line at byte {begin}", line)
+        size, keep, seen = len(text), text.rfind(b"\n") + 1, list[bytes]()
+        for begin, line, row in _from_the_end(path, text):
             if isinstance(at := row.get("step"), int) and at > step:
                 keep, stay = begin, list(seen)
-            elif row.get("kind") in OF_STEPS:
+            elif row.get("kind") == "ranks":
                 break
             else:
                 seen.append(line)
-            end = begin - 1
     if keep == size:
         return
     if not stay:
@@ -88,14 +91,16 @@ def drop_rows_after(path: Path, step: int) -> None:
 
 
 def last_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each of KINDS that there is, the earliest one first."""
+    """The last row of each kind, the earliest one first. Reads from the end until it has those of OF_STEPS and the last
+    evaluation, and leaves out kinds whose last row is before these."""
+    found: dict[str, dict[str, Any]] = {}
     with _mapped(path) as text:
-        begins = {kind: text.rfind(f'{{"kind": "{kind}"'.encode()) for kind in KINDS}
-        found = sorted((begin, kind) for kind, begin in begins.items() if begin >= 0)
-        return {
-            kind: _row(path, f"the line at byte {begin}", text[begin : text.find(b"\n", begin)])
-            for begin, kind in found
-        }
+        wanted = {*OF_STEPS} if text.find(b'"eval"') < 0 else {*OF_STEPS, "eval"}
+        for _, _, row in _from_the_end(path, text):
+            found.setdefault(row.get("kind", ""), row)
+            if wanted <= found.keys():
+                break
+    return dict(reversed(found.items()))
 
 
 class Metrics:

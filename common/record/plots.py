@@ -36,17 +36,19 @@ def plot_curves(metrics: Path, picture: Path) -> None:
 
 
 def thinned(rows: Iterable[dict[str, Any]], most: int = MOST_POINTS) -> Rows:
-    """Of each kind of which there are more than `most`, every second row, every fourth, ...: at least half as many."""
+    """Of rows of steps with more than `most` numbers to draw, every second one, every fourth, ..., and the last."""
     kept, every, seen = defaultdict[str, Rows](list), Counter[str](), Counter[str]()
+    last: dict[str, dict[str, Any]] = {}
     for row in rows:
-        kind = row["kind"]
+        kind, numbers = row["kind"], len(row.get("shares", ())) or 1
         if seen[kind] % (every[kind] or 1) == 0:
             kept[kind].append(row)
         seen[kind] += 1
-        if len(kept[kind]) > most and kind in OF_STEPS:
+        last[kind] = row
+        if len(kept[kind]) * numbers > most and kind in OF_STEPS:
             kept[kind] = kept[kind][::2]
             every[kind] = 2 * (every[kind] or 1)
-    return [row for of_kind in kept.values() for row in of_kind]
+    return [row for kind, some in kept.items() for row in (some if some[-1] is last[kind] else [*some, last[kind]])]
 
 
 def draw_curves(rows: Rows) -> Any:

@@ -38,6 +38,7 @@ IDLE_SECONDS = 5.0  # in which all ranks together work for less than BUSY: they 
 BUSY = 0.2  # seconds of CPU time; one that waits may use a little
 WANTS_TO_RUN = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # also where the machine gives it no time
 LIMIT = 120.0  # seconds of a run
+STACK = re.compile(r"most recent call first.*in <module>\n", re.DOTALL)  # a whole one, as faulthandler writes it
 STACK_SECONDS = 10.0  # for a rank to write where it waits
 SAME = 1e-9
 
@@ -225,7 +226,7 @@ def play(script: Path, nodes: tuple[int, ...]) -> Played:
                 os.kill(one.pid, signal.SIGUSR1)  # it writes its stack, see _be
                 asked.append(log)
         ends = time.monotonic() + STACK_SECONDS
-        while not all("<module>" in log.read_text() for log in asked) and time.monotonic() < ends:
+        while not all(STACK.search(log.read_text()) for log in asked) and time.monotonic() < ends:
             time.sleep(0.05)
         for one in processes:
             one.kill()
