@@ -61,6 +61,9 @@ elastic_members.CAUSE_SECONDS = elastic_members.ANSWER_SECONDS = launch_supervis
 COMES_LATE = """    while worker.predecessor and '"members"' not in (args.out_dir / "metrics.jsonl").read_text():
         __import__("time").sleep(0.02)
 """
+COMES_AFTER_THE_END = """    while worker.predecessor and not [*args.out_dir.glob("checkpoints/step-0000003*")]:
+        __import__("time").sleep(0.02)
+"""
 BEGIN = "    with Run(worker, args,"
 
 
@@ -482,6 +485,7 @@ def test_spans_of_members_follow_the_rows():
 def test_a_signal_before_a_change_of_the_members_takes_effect_after_it(tmp_path):
     once = "run.step == 30 and not worker.membership"  # one rank is signalled in the step in which another dies
     signalled = "__import__('os').kill(__import__('os').getpid(), 10 if worker.rank == 1 else 9)"
-    dying = altered(tmp_path / "dying_ddp", does("backward", f"{once} and worker.rank", signalled))
+    changes = {**does("backward", f"{once} and worker.rank", signalled), BEGIN: COMES_AFTER_THE_END + BEGIN}
+    dying = altered(tmp_path / "dying_ddp", changes)
     results = playing(dying, nodes_of((2, 1), tmp_path / "run", *Patient.FLAGS, *ELASTIC), tmp_path).results()
     assert results[0].code == 75 and "interrupted: SIGUSR1 on rank 1" in results[0].output, results
