@@ -14,6 +14,7 @@ from common.launch.addresses import free_port
 from common.launch.interruption import SIGNALS, TWICE_SECONDS, handle
 from tests.harness import (
     MNIST,
+    ROOT,
     Node,
     largest_difference,
     losses,
@@ -21,6 +22,7 @@ from tests.harness import (
     play,
     playing,
     rows_so_far,
+    run,
     wait_until,
     weights,
 )
@@ -69,6 +71,22 @@ def test_a_run_that_was_interrupted_and_resumed_elsewhere_has_the_curve_of_one_t
     play(MNIST, (1,), tmp_path / "whole", *Patient.FLAGS, "--max-steps", last)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
     assert largest_difference(weights(tmp_path / "run"), weights(tmp_path / "whole")) < 1e-9
+
+
+SAVED = """
+import os, signal, sys
+from common.record.interrupts import Interrupts
+interrupts = Interrupts(0, speaks=True)
+interrupts.all_know = {all_know}
+interrupts.close()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("all_know, code", [(True, AGAIN), (False, -signal.SIGTERM)])
+def test_a_launcher_that_ends_those_that_are_left_changes_no_exit_code_of_a_run_that_has_saved(all_know, code):
+    assert run("python", "-c", SAVED.format(all_know=all_know), PYTHONPATH=str(ROOT)).code == code
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

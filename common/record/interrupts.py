@@ -43,11 +43,12 @@ class Interrupts:
         os.register_at_fork(after_in_child=self._reset_in_child)
 
     def close(self) -> None:
-        """Handle signals as before."""
+        """Handle signals as before; but where the run ends by one, SIGTERM is ignored from now on too: it would change
+        the exit code of a rank that is about to end, by which a job is requeued."""
         if self.previous:
             signal.set_wakeup_fd(-1)
             for number, handler in self.previous.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.all_know and number == signal.SIGTERM else handler)
             self.previous = {}
             os.close(self.writer)
 
