@@ -221,19 +221,21 @@ def test_what_rank_0_alone_finds_wrong_is_said_by_the_others_with_its_exit_code(
 
 
 SLOW_TO_CONNECT = """
-init_process_group = dist.init_process_group
+import common.join.process_group as joining
+
+connect = joining.connect
 
 
-def init_and_stay(*args, rank, **more):
-    init_process_group(*args, rank=rank, **more)  # rank 0 has all of its connections now
+def connect_and_stay(worker, *rest):
+    connect(worker, *rest)  # rank 0 has all of its connections now
     end = time.monotonic() + 1.0
-    while rank == 1 and not (FOLDER / "works").exists() and time.monotonic() < end:
+    while worker.rank == 1 and not (FOLDER / "works").exists() and time.monotonic() < end:
         time.sleep(0.01)
-    if rank == 1 and (FOLDER / "works").exists():
+    if worker.rank == 1 and (FOLDER / "works").exists():
         (FOLDER / "works before all are connected").touch()
 
 
-dist.init_process_group = init_and_stay
+joining.connect = connect_and_stay
 """
 
 

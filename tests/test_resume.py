@@ -200,6 +200,15 @@ def test_rows_of_later_steps_are_dropped_whatever_follows_them(step, tmp_path):
     assert wanted.items() <= last_rows(file).items()
 
 
+def test_the_last_evaluation_is_found_however_many_steps_follow_it(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"kind": "eval", "step": 1}, {"kind": "eval", "step": 2}, {"kind": "members", "step": 2, "cause": "eval"}]
+    rows += [{"kind": kind, "step": step} for step in (3, 4) for kind in ("train", "ranks")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert last_rows(file) == {"eval": rows[1], "train": rows[-2], "ranks": rows[-1]}
+    assert list(last_rows(file)) == ["eval", "train", "ranks"]
+
+
 def test_resuming_from_latest_by_its_path_keeps_latest_a_link_to_a_step(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run", symlinks=True)
     latest = tmp_path / "run" / "checkpoints" / "latest"

@@ -91,15 +91,21 @@ def drop_rows_after(path: Path, step: int) -> None:
 
 
 def last_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each kind, the earliest one first. Reads from the end until it has those of OF_STEPS and the last
-    evaluation, and leaves out kinds whose last row is before these."""
+    """The last row of each kind, the earliest one first. Reads from the end until it has those of OF_STEPS, looks for
+    the last evaluation before these, and leaves out what else is there."""
     found: dict[str, dict[str, Any]] = {}
     with _mapped(path) as text:
-        wanted = {*OF_STEPS} if text.find(b'"eval"') < 0 else {*OF_STEPS, "eval"}
-        for _, _, row in _from_the_end(path, text):
+        rest = len(text)  # bytes that have not been looked at
+        for begin, _, row in _from_the_end(path, text):
             found.setdefault(row.get("kind", ""), row)
-            if wanted <= found.keys():
+            rest = begin
+            if found.keys() >= {*OF_STEPS}:
                 break
+        while "eval" not in found and (at := text.rfind(b'"eval"', 0, rest)) >= 0:
+            rest = text.rfind(b"\n", 0, at) + 1
+            row = _row(path, f"the line at byte {rest}", text[rest : text.find(b"\n", at)])
+            if row.get("kind") == "eval":
+                found["eval"] = row
     return dict(reversed(found.items()))
 
 
