@@ -112,6 +112,7 @@ def _normalisation(images: torch.Tensor) -> torch.Tensor:
     return (levels - mean) / ((levels - mean) ** 2 * frequency).sum().sqrt()
 
 
+@functools.cache
 def _digits() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, every fifth one held out. Needs no download.
 

@@ -1,7 +1,8 @@
 """Training and evaluation on MNIST: read this first, top to bottom.
 
-Every worker of every node runs `train`. Nothing in it depends on the node or the GPU: `worker` holds the rank, and
-`run` cuts the batches (common/uneven/global_batches.py) and knows what is due (common/run/run.py).
+Every worker of every node runs `train`, and what it computes depends on neither node nor GPU: `worker` holds the rank,
+and `run` cuts the batches (common/uneven/global_batches.py) and knows what is due, by epochs, --save-every, --max-steps
+and --eval-only (common/run/schedule.py). It also writes each step's loss. The flags are in mnist-distributed.py.
 """
 
 import math
@@ -23,9 +24,9 @@ def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with Run(worker, args, name="mnist") as run:
         # Data. An epoch's order is shuffled, the same on every layout. A global batch is a slice of it, and a rank has
-        # a slice of that, by its share: on `8,2`, ten ranks, ranks 0 to 5 have 26 of 256 images, the others 25. The
-        # last batch of an epoch may be smaller.
-        with run.first_on_node(f"the data set {args.dataset}"):
+        # a slice of that, by its share, which is equal without --shares and --balance: on `8,2`, ten ranks, ranks 0 to
+        # 5 have 26 of 256 images, the others 25. The last batch of an epoch may be smaller.
+        with run.first_on_node(f"the data set {args.dataset}"):  # then the node's other ranks, which find it there
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # between the ranks, and with the checkpoint of --resume
         run.describe(data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images")
@@ -34,16 +35,18 @@ def train(worker: Worker, args: Namespace) -> None:
         # Model. The seed gives every layout the same initial weights.
         run.seed("weights")
         net = ConvNet(train_set.side).to(run.device, run.precision.dtype)
-        # With the usual eps of 1e-8, rounding noise in gradients near zero moves weights by 5e-5 within 20 steps.
+        # With the usual eps of 1e-8, rounding noise in gradients near zero would set layouts apart by 5e-5 in 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
         run.resume(net, optimizer=optimizer, scheduler=scheduler)  # and the place in `batches`, with --resume
-        # DDP whose all-reduce sums, where plain DDP averages. An untrained model guesses: its loss is near ln(10).
+        # DDP whose all-reduce sums, where plain DDP averages. The first loss must be near that of a guess, ln(10): a
+        # wrong count is found so.
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due after the steps so far comes first. With --elastic, the ranks that are left when one has died
-            # come to this line again, with the weights that they hold.
+            # What is due after the steps so far comes first, at the start, in a resumed run and after the last step
+            # alike. With --elastic, `train` is called again on the ranks that are left when one has died: `run.resume`
+            # then takes the state after the last step from their memory, and the step under way is done again.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:
@@ -56,7 +59,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro, args.label_smoothing)
-                    run.backward(loss_sum / batch.global_count)  # the images of all ranks; the all-reduce sums
+                    run.backward(loss_sum / batch.global_count)  # the count of all ranks: the all-reduce adds up
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

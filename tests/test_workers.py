@@ -98,7 +98,7 @@ def endless(request, tmp_path):
 
 LONG = pytest.mark.long
 every_loader = pytest.mark.parametrize(
-    "endless", ["stock", pytest.param("stock forkserver", marks=LONG), "ours"], indirect=True
+    "endless", ["stock", pytest.param("stock forkserver", marks=LONG), "ours on one rank"], indirect=True
 )
 our_loader = pytest.mark.parametrize("endless", ["ours on one rank"], indirect=True)
 

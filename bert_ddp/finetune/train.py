@@ -73,7 +73,7 @@ def train(worker: Worker, args: Namespace) -> None:
         best = BestWeights(run, scores.MEASURE[args.task], files)
 
         while True:
-            # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
+            # What is due after the steps so far is first. With --elastic, `train` is called again when one is lost.
             if run.evaluation_is_due:
                 numbers = evaluate(net, found.held_out["dev"], run).numbers
                 best.save_if_better(numbers)  # before the row: a run that is lost in between evaluates again
@@ -88,7 +88,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro)
-                    run.backward(loss_sum / batch.global_count)  # over all ranks; the all-reduce sums
+                    run.backward(loss_sum / batch.global_count)  # the count of all ranks: the all-reduce adds up
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

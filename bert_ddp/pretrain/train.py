@@ -50,7 +50,7 @@ def train(worker: Worker, args: Namespace) -> None:
         model = run.wrap(net, compute_loss, None if source else bert.untrained_loss(net), pad_empty_batch=True)
 
         while True:
-            # What is due after the steps so far comes first. With --elastic, the ranks that are left come here again.
+            # What is due after the steps so far is first. With --elastic, `train` is called again when one is lost.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run), unigram_entropy=text.meta["unigram_entropy"])
             if run.checkpoint_is_due:
@@ -63,7 +63,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, *_ = compute_loss(model, micro, batch.global_count / batch.global_samples)
-                    run.backward(loss_sum / batch.global_count)  # over all ranks; the all-reduce sums
+                    run.backward(loss_sum / batch.global_count)  # the count of all ranks: the all-reduce adds up
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

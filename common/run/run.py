@@ -38,7 +38,7 @@ from common.uneven.guards.fingerprint import fingerprint
 from common.uneven.guards.same import description, require_same, require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
-from common.uneven.seeding import derive_seed
+from common.uneven.seeding import derive_seed, seed_noise
 
 CALL_SECONDS = 15.0  # after which a rank says that it waits for the others' calls
 NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_momentum": 0.0}  # of cli.add_link_flags
@@ -131,8 +131,8 @@ class Run:
     # --- model ---------------------------------------------------------------------------------------------------
 
     def seed(self, purpose: str) -> None:
-        """Seed torch's generators for one purpose, such as "weights": the same on every layout."""
-        torch.manual_seed(derive_seed(self.args.seed, purpose))
+        """Seed the generators of torch, numpy and Python for one purpose, such as "weights": alike on every layout."""
+        seed_noise(self.device, derive_seed(self.args.seed, purpose))
 
     def resume(self, net: torch.nn.Module, settings: dict[str, Any] | None = None, **states: Stateful) -> None:
         """Load the checkpoint that --resume asks for. `states` are what a step changes besides the weights of `net`:
