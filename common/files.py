@@ -1,11 +1,15 @@
 """Files of others: what cannot be read, or is not the file itself, is said in one line."""
 
 import contextlib
+import os
+import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from common.errors import UserError
+
+PIPE_SECONDS = 30.0  # for somebody to write into a pipe
 
 
 @contextlib.contextmanager
@@ -17,11 +21,26 @@ def reading(path: Path, name: str, may_be_pipe: bool = False) -> Iterator[None]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()  # since Python 3.14, `exists` and its like hide why a path cannot be looked at
         refuse_stand_in(path, name)
-        if path.is_fifo() and not may_be_pipe:
-            raise UserError(f"{name} is a pipe: give a file, which can be read again")
-        yield
+        with contextlib.ExitStack() as opened:
+            if path.is_fifo():
+                if not may_be_pipe:
+                    raise UserError(f"{name} is a pipe: give a file, which can be read again")
+                opened.enter_context(_written(path, name))
+            yield
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _written(pipe: Path, name: str) -> Iterator[None]:
+    """Wait until somebody writes into the pipe, which is open in the body. Raises UserError where nobody does."""
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
+            raise UserError(f"{name} is a pipe into which nobody has written for {PIPE_SECONDS:.0f} s: give a file")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refuse_stand_in(path: Path, name: str) -> None:

@@ -1,10 +1,12 @@
 """What has a state: parts of a training that a checkpoint, or another rank, brings to where they were."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 
 class Stateful(Protocol):
@@ -23,6 +25,13 @@ class Stateful(Protocol):
 def not_finite(model: torch.nn.Module) -> str:
     """The name of the first parameter with a NaN or an infinity in it; empty where all are finite."""
     return next((name for name, one in model.named_parameters() if not one.isfinite().all()), "")
+
+
+def not_floating(weights: Path) -> dict[str, str]:
+    """Name -> type of the tensors in a safetensors file that are no floating-point numbers of 16 bits or more."""
+    with safe_open(weights, "pt") as file:
+        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return {name: kind for name, kind in types.items() if kind not in ("BF16", "F16", "F32", "F64")}
 
 
 def fill(stateful: Stateful, state: dict[str, Any]) -> None:

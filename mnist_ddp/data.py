@@ -28,6 +28,8 @@ FILES = {  # of MNIST and the data sets of its kind: name -> shape
     "t10k-labels-idx1-ubyte": (10_000,),
 }
 MOST_NAMED = 4  # files of other names
+MOST_ALIKE = 0.9  # part of a set's labels
+LOOKED_AT = 1000  # images of a set
 
 
 class Batch(NamedTuple):
@@ -72,10 +74,13 @@ def load(
     (train_images, train_labels), (test_images, test_labels) = parts
     _require_variety(train_images, train_labels, "training", folder)
     _require_variety(test_images, test_labels, "test", folder)
-    if all(_contains(train_images, image) for image in test_images[:: len(test_images) // 20]):
+    chosen = test_images[:: max(1, len(test_images) // 20)]
+    if sum(_contains(train_images, image) for image in chosen) > len(chosen) / 2:
         raise UserError(
             f"--data-dir {folder}: the test images are among the training images: copy the t10k files again"
         )
+    if unknown := set(test_labels.tolist()) - set(train_labels.tolist()):
+        raise UserError(f"--data-dir {folder}: no training image has the label {min(unknown)}, which a test image has")
     normal = _normalisation(train_images).to(dtype)
     train = ImageDataset(train_images, train_labels, normal, device)
     test = ImageDataset(test_images, test_labels, normal, device)
@@ -83,11 +88,16 @@ def load(
 
 
 def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, folder: Path) -> None:
-    """Raise UserError where the set `what` from `folder` says nothing as a whole: all labels or images are the same, or
-    many images are of one grey level, as at the end of a file that was not copied whole."""
-    for name, values in (("image", images[:1000]), ("label", labels)):
-        if len(values) > 1 and (values == values[0]).all():
-            raise UserError(f"--data-dir {folder}: every {name} of the {what} set is the same: copy the files again")
+    """Raise UserError where the set `what` from `folder` says nothing as a whole: nearly all labels or most images are
+    the same, or many images are of one grey level, as at the end of a file that was not copied whole."""
+    usual = labels.long().bincount()
+    if usual.max() > MOST_ALIKE * len(labels) > 1:
+        alike = f"{usual.max():,} of {len(labels):,} labels of the {what} set are {usual.argmax()}"
+        raise UserError(f"--data-dir {folder}: {alike}: copy the files again")
+    chosen = images[:: max(1, len(images) // LOOKED_AT)].flatten(1).numpy()
+    if len(different := {image.tobytes() for image in chosen}) < len(chosen) / 2:
+        alike = f"of {len(chosen):,} images from all over the {what} set, only {len(different):,} are different"
+        raise UserError(f"--data-dir {folder}: {alike}: copy the files again")
     first, middle = images[:, 0, 0], images[:, images.shape[1] // 2]  # the row that tells most images apart
     maybe = (middle == first[:, None]).all(dim=1).nonzero().flatten()
     empty = maybe[(images[maybe] == first[maybe, None, None]).flatten(1).all(dim=1)]

@@ -21,7 +21,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as common/launch/worker.py does b
 import matplotlib.figure  # noqa: F401
 import seqeval.metrics  # noqa: F401
 import sklearn.datasets  # noqa: F401
-import torch  # noqa: F401
+import torch
 import torchvision  # noqa: F401
 
 TRAINERS = ("mnist_ddp.train", "bert_ddp.pretrain.train", "bert_ddp.finetune.train", "bert_ddp.predict.run")

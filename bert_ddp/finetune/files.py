@@ -33,14 +33,16 @@ def read_conll(path: Path) -> Iterator[Sentence]:
     for number, line in _lines(path):
         if "\r" in line:
             raise UserError(f"{path}, line {number}: {CR_ENDS}")
-        fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
-        if not any(fields) or fields[0] == "-DOCSTART-":
+        # Other spaces of Unicode are within words, such as the one in 10 000.
+        fields = [field.strip(" ") for field in line.split("\t")] if "\t" in line else line.split(" ")
+        fields = fields if "\t" in line else [field for field in fields if field]
+        if not line.strip() or fields[0] == "-DOCSTART-":
             if lines:
                 yield Sentence(*map(list, zip(*lines, strict=True)))
                 lines = []
             continue
         place = f"{path}, line {number}"
-        if not fields[0]:
+        if not fields[0].strip():
             raise UserError(f"{place}: the label {fields[-1]!r} has no word: write a word and its label")
         if len(fields) < 2 or not fields[-1]:
             raise UserError(
@@ -80,6 +82,8 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
             if None in row or None in row.values():
                 more = "more" if None in row else "fewer"
                 raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames or ())}")
+            if list(row.values()) == reader.fieldnames:
+                raise UserError(f"{place}: the header once more: remove it, if two files were joined")
             yield place, row
             begins = reader.line_num
     except csv.Error as error:

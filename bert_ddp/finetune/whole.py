@@ -62,8 +62,12 @@ def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Ma
     seen = {_content(one) for one in examples["train"]}
     for role, some in examples.items():
         source = sources[role]
-        if role != "train" and sum(_content(one) in seen for one in some) == len(some) >= ENOUGH:
-            yield f"{source}: all {len(some):,} {role} examples are in the training data too: the scores say little"
+        known = sum(_content(one) in seen for one in some)
+        if role != "train" and known > len(some) / 2 and len(some) >= ENOUGH:
+            many = "all" if known == len(some) else f"{known:,} of"
+            yield f"{source}: {many} {len(some):,} {role} examples are in the training data too: the scores say little"
+        if role == "test" and len(some) >= ENOUGH and list(map(_content, some)) == list(map(_content, examples["dev"])):
+            yield f"{source}: the test examples are the dev examples: the best of many evaluations is no test"
         labels = Counter(label for one in some for label, _ in one.labels)
         if role != "train" and len(labels) == 1 and len(some) >= ENOUGH:
             yield f"{source}: every {role} label is {next(iter(labels))}: the scores say little"
@@ -125,6 +129,8 @@ def _beginnings(sentence: Sentence) -> Iterator[tuple[str, str]]:
 def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
     if blank := [text for text in texts if not text.text.strip()]:
         yield f"{blank[0].place}: the text is blank, as in {len(blank):,} of {len(texts):,} examples of {source}"
+    if all(text.pair is not None and text.pair.strip() in ("", text.text.strip()) for text in texts):
+        yield f"{source}: the second text of each example is blank, or the first one again: see --text-column"
     classes = len({text.label for text in texts})
     if len(texts) >= ENOUGH and classes > len(texts) / 2:
         yield f"{source} has {classes:,} classes in {len(texts):,} examples: is it the right column of labels?"

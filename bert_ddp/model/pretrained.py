@@ -19,7 +19,7 @@ from bert_ddp.model.words import require_words
 from common.errors import RunError, UserError
 from common.files import reading
 from common.record.latest import latest_folder
-from common.state import not_finite
+from common.state import not_finite, not_floating
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 # the name of each task's model in a config's `architectures`
@@ -110,11 +110,12 @@ def open_tokenizer(name: str, config: PretrainedConfig) -> PreTrainedTokenizerBa
     """The model's own tokenizer. Raises UserError where it has words that the model lacks, or lacks special words."""
     with one_line(name):
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"--model {name}: its vocabulary has {len(tokenizer):,} words, but its config says {config.vocab_size:,}"
-        )
     require_words(tokenizer, name, "--model")
+    words = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # the numbers may have gaps
+    if words > config.vocab_size:
+        raise UserError(
+            f"--model {name}: its vocabulary has {words:,} words, but its config says {config.vocab_size:,}"
+        )
     # saved with the checkpoint, so that a pipeline cuts texts that are too long for the position table
     tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     return tokenizer
@@ -171,6 +172,14 @@ def load_weights(
             )
     if more := [key for key in sorted(info["unexpected_keys"]) if ".layer." in key]:
         raise UserError(f"{flag} {name}: its weights belong to another model: its config has no place for {more[0]}")
+    for file in Path(name).glob("*.safetensors"):
+        for key, type_ in sorted(not_floating(file).items()):
+            if key.endswith((".weight", ".bias")):
+                raise UserError(f"{flag} {name}: its {key} is of type {type_}: give weights of floating-point numbers")
+    for key, layer in model.named_modules():
+        is_never_zero = isinstance(layer, torch.nn.LayerNorm) or key.endswith("word_embeddings")
+        if is_never_zero and not layer.weight.any():
+            raise UserError(f"{flag} {name}: its {key}.weight is zero throughout: is the file whole?")
     if key := not_finite(model):
         raise UserError(f"{flag} {name}: its {key} holds NaN or infinity: take the weights of an earlier step")
     return model

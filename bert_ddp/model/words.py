@@ -32,5 +32,8 @@ def _words_in(folder: Path, name: str) -> set[str] | None:
         words = vocab if isinstance(vocab, dict) else [word for word, _ in vocab]
         return {*words, *(one["content"] for one in content.get("added_tokens") or ())}
     if (folder / "vocab.txt").is_file():
-        return {line.strip() for line in (folder / "vocab.txt").read_text("utf-8-sig").splitlines()}
+        words = (folder / "vocab.txt").read_text("utf-8").split("\n")  # splitlines() would split at some words
+        if words[0].startswith("\ufeff"):
+            raise UserError(f"{name}: vocab.txt begins with a byte order mark, which would be a part of its first word")
+        return {word.rstrip("\r") for word in words}
     raise UserError(f"{name} has no tokenizer: copy tokenizer.json or vocab.txt into it, from where the model is")

@@ -12,7 +12,7 @@ from bert_ddp.text.sources import STRUCTURED
 from common.errors import UserError
 from common.files import reading
 
-MASK, TAB, BLANK, CR = b"[MASK]", b"\t", b"", b"\r"
+TAB, BLANK, CR = b"\t", b"", b"\r"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LineFile:
     offsets: array  # byte at which each chunk begins, and the file's end
     lines: int
     fingerprint: str  # of the whole file
-    holding: Counter[bytes]  # how many lines have a [MASK] or a tab, or are blank; how many CR are within lines
+    holding: Counter[bytes]  # how many lines have a mask or a tab, or are blank; how many CR are within lines
 
     @property
     def chunks(self) -> int:
@@ -42,8 +42,8 @@ class LineFile:
         return [_decoded(line, self.path, first + index) for index, line in enumerate(lines)]
 
 
-def open_lines(path: Path, chunk_lines: int) -> LineFile:
-    """Find the chunks in one pass over the file.
+def open_lines(path: Path, chunk_lines: int, mask: str = "[MASK]") -> LineFile:
+    """Find the chunks in one pass over the file. `mask` is the model's word for a masked one.
 
     Raises UserError if it is not UTF-8 text (the message names the line), is empty or cannot be read.
     """
@@ -58,7 +58,7 @@ def open_lines(path: Path, chunk_lines: int) -> LineFile:
                 raise UserError(f"--input {path}, line {number}: {what}")
             _decoded(line, path, number)
             holding[CR] += line.rstrip(b"\r\n").count(CR)
-            holding.update(sign for sign in (MASK, TAB) if sign in line)
+            holding.update(sign for sign in (mask.encode(), TAB) if sign in line)
             holding[BLANK] += not line.strip()
             if number % chunk_lines == 0:
                 offsets.append(position)
@@ -72,7 +72,7 @@ def open_lines(path: Path, chunk_lines: int) -> LineFile:
     return LineFile(path, chunk_lines, offsets, number, digest.hexdigest(), holding)
 
 
-def odd(lines: LineFile, task: str) -> Iterator[str]:
+def odd(lines: LineFile, task: str, mask: str = "[MASK]") -> Iterator[str]:
     """What is odd about the lines as a whole, in one line each."""
     path, holding = lines.path, lines.holding
     if path.suffix.lower() in STRUCTURED:
@@ -81,8 +81,8 @@ def odd(lines: LineFile, task: str) -> Iterator[str]:
         yield f"--input {path} has {holding[CR]:,} CR within lines, which end no line"
     if holding[BLANK] == lines.lines:
         yield f"--input {path} has blank lines alone"
-    if task == "fill-mask" and not holding[MASK]:
-        yield f"--input {path} has no [MASK] in any line, so no answer has a word"
+    if task == "fill-mask" and not holding[mask.encode()]:
+        yield f"--input {path} has no {mask} in any line, so no answer has a word"
     if task == "classify" and 0 < holding[TAB] < lines.lines:
         some = f"{holding[TAB]:,} of {lines.lines:,} lines"
         yield f"--input {path} has a tab, which separates a pair of texts, in {some} alone"

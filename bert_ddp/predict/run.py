@@ -27,7 +27,7 @@ def predict(worker: Worker, args: Namespace) -> None:
             net: Any = pretrained.open_model(
                 found.source, args.task, found.config
             )  # mypy cannot read the types of its `to`
-            lines = open_lines(args.input, args.chunk)
+            lines = open_lines(args.input, args.chunk, found.tokenizer.mask_token)
         net.to(device)
         weights = pretrained.fingerprint(net)
         group.agree(**{"--input, fingerprint": lines.fingerprint, "--model, fingerprint": weights})
@@ -40,8 +40,11 @@ def predict(worker: Worker, args: Namespace) -> None:
         if worker.is_main:
             ranks = f"{worker.world_size} ranks"
             say(f"{lines.lines:,} lines in {lines.chunks:,} chunks, {args.task} by {found.source}, {ranks}", rank=0)
-            for note in odd(lines, args.task):
+            for note in odd(lines, args.task, found.tokenizer.mask_token):
                 say(f"note: {note}", rank=0)
+            pieces = [piece for row in found.tokenizer(lines.chunk(0)).input_ids for piece in row]
+            if {*pieces} <= {*found.tokenizer.all_special_ids}:
+                say(f"note: --input {args.input}: the vocabulary of --model has no word of its first chunk", rank=0)
         answerer = Answerer(args.task, net, found.tokenizer, precision, args.batch, length, args.top_k)
         kept = parts.compute(lines, answerer.answer)
         sent = parts.join(args.output)

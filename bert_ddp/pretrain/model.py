@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bert_ddp.model import pretrained
 from bert_ddp.text.corpus import Corpus
 from common.errors import UserError
-from common.files import refuse_stand_in
+from common.files import reading
 
 # layers, width, heads
 PRESETS = {
@@ -36,6 +36,7 @@ PRESETS = {
     "base": (12, 768, 12),
     "large": (24, 1024, 16),
 }
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 NEW_HEADS = ("cls.", "bert.pooler.")  # what --init-from may lack
 
 
@@ -123,7 +124,13 @@ def build(options: ModelOptions, meta: dict[str, Any], init_from: str | None = N
     config = _config(options, meta, init_from)
     _check_fit(config, meta, init_from or options.config_file or f"--preset {options.preset}")
     config.architectures = [pretrained.architecture_of(kind)]
-    net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
+    try:
+        net = pretrained.load_weights(kind, init_from, config, NEW_HEADS, "--init-from") if init_from else kind(config)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        source = init_from or options.config_file or f"--preset {options.preset}"
+        raise UserError(f"{source}: a model of that size does not fit into memory", same_on_every_rank=True) from None
     net.checkpoint_activations = options.checkpoint_activations
     return net.train()
 
@@ -174,8 +181,7 @@ def _config(options: ModelOptions, meta: dict[str, Any], init_from: str | None) 
 
 def _require_possible(config: BertConfig, segments: int) -> None:
     """Raise ValueError for a value that transformers takes, and no model can be made of, or none that learns."""
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    least = {**dict.fromkeys(sizes, 1), "max_position_embeddings": 1, "type_vocab_size": segments}
+    least = {**dict.fromkeys(SIZES, 1), "max_position_embeddings": 1, "type_vocab_size": segments}
     for name, most in least.items():
         if getattr(config, name) < most:
             raise ValueError(f"{name} is {getattr(config, name)}: give at least {most}")
@@ -184,23 +190,26 @@ def _require_possible(config: BertConfig, segments: int) -> None:
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}: give 0 to less than 1")
-    if not config.layer_norm_eps > 0 or not config.initializer_range > 0:
-        raise ValueError("layer_norm_eps and initializer_range must be greater than 0")
+    for name in ("layer_norm_eps", "initializer_range"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: give more than 0, and at most 1")
+    if getattr(config, "is_decoder", False):
+        raise ValueError("is_decoder is true, but masked words are predicted from both sides")
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act is {config.hidden_act!r}: give one of {', '.join(sorted(ACT2FN))}")
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        refuse_stand_in(file, str(file))
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}", same_on_every_rank=True) from None
+        with reading(file, str(file)):
+            values = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}", same_on_every_rank=True) from None
     kind = values.get("model_type", "bert") if isinstance(values, dict) else type(values).__name__
     if kind != "bert":
         raise UserError(f"{file} has another architecture: model_type is {kind}, not bert", same_on_every_rank=True)
+    if missing := [name for name in SIZES if name not in values]:  # else a misspelt one would be BERT-base's
+        raise UserError(f"{file} has no {missing[0]}: give the config.json of a BERT", same_on_every_rank=True)
     return values
 
 

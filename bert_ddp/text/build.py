@@ -107,6 +107,9 @@ def _odd(
     """What is odd about the corpus as a whole, in one line each."""
     corpus, held_out = ([Path(path) for path, *_ in files] for files in settings.files.values())
     yield from sources.odd_files(corpus, held_out)
+    for name in {*settings.corpus} & {*(settings.held_out_corpus or ())}:
+        if sources.is_no_file(name):
+            yield f"{name} is trained on and held out: its evaluation says nothing about other text"
     names = " ".join(settings.corpus)
     for source, part in unknown.items():
         if part > MANY_UNKNOWN:

@@ -89,7 +89,25 @@ def load(options: CorpusOptions, init_from: str | None = None, rank: int | None 
             raise UserError(f"--cache-dir {cache}: another process has been writing there for a day: end it") from None
         except OSError as error:
             raise UserError(f"--cache-dir {cache} cannot be written: {error.strerror or error}") from None
-    return _open(folder)
+    corpus = _open(folder)
+    if options.vocab and init_from:
+        _require_same_words(corpus, options.vocab, init_from)
+    return corpus
+
+
+def _require_same_words(corpus: Corpus, vocab: str, init_from: str) -> None:
+    """Raise UserError where the model of --init-from has a vocabulary of its own, of that size, with other words."""
+    try:
+        theirs = vocabulary.words_of(vocabulary.load(init_from))
+    except UserError:  # it has none, so --vocab says which
+        return
+    ours = vocabulary.words_of(AutoTokenizer.from_pretrained(corpus.tokenizer_folder))
+    if len(ours) == len(theirs) and ours != theirs:
+        number = next(number for number, pair in enumerate(zip(ours, theirs, strict=True)) if len({*pair}) > 1)
+        raise UserError(
+            f"--vocab {vocab}: word {number} is {ours[number]!r}, but {theirs[number]!r} in --init-from {init_from}, "
+            "whose weights were trained with its own: leave out --vocab"
+        )
 
 
 def _open(folder: Path) -> Corpus:

@@ -127,7 +127,7 @@ def _table_rows(
     is_second = segments == 1
     second = np.where(is_second.any(axis=1), is_second.argmax(axis=1), length).astype(np.int32)
     listed = np.cumprod(positions != 0, axis=1).astype(bool)
-    for wrong, what in _mistakes(piece, length, second, listed, vocab_size):
+    for wrong, what in _mistakes(piece, length, second, listed, vocab_size, special["pad"]):
         _refuse(path, start, wrong, what)
     original = unmask(ids, positions, np.where(listed, labels, 0))
     result = columns(original, special, piece[LABELS], second, length)
@@ -143,7 +143,7 @@ def _table_rows(
 
 
 def _mistakes(
-    piece: dict[str, np.ndarray], length: np.ndarray, second: np.ndarray, listed: np.ndarray, vocab_size: int
+    piece: dict[str, np.ndarray], length: np.ndarray, second: np.ndarray, listed: np.ndarray, vocab_size: int, pad: int
 ) -> Iterator[tuple[Any, str]]:
     """(bool (rows,) of the wrong rows, what is wrong with them) for each rule of the layout."""
     ids, mask, segments = (piece[name] for name in MATRICES)
@@ -155,6 +155,9 @@ def _mistakes(
     yield ((mask == 1) != (place < length[:, None])).any(axis=1), "input_mask is not ones and then zeros"
     yield (listed & (positions >= length[:, None])).any(axis=1), f"{MASKS[0]} points beyond the row's end"
     yield (listed & (positions < 0)).any(axis=1), f"{MASKS[0]} holds a negative position"
+    yield (listed & (labels == pad)).any(axis=1), f"{MASKS[1]} holds [PAD], which is no word to predict"
+    ordered = np.sort(np.where(listed, positions, -1 - np.arange(positions.shape[1])), axis=1)
+    yield (ordered[:, 1:] == ordered[:, :-1]).any(axis=1), f"{MASKS[0]} holds a position twice"
     yield length < 1, "input_mask says that it holds no token"
     expected = (place >= second[:, None]) & (place < length[:, None])
     wrong = ((segments == 1) != expected).any(axis=1) | (segments > 1).any(axis=1)

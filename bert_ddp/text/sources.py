@@ -4,6 +4,7 @@ A *document* is a block of lines between blank lines. Text is read in UTF-8, lin
 """
 
 import codecs
+import filecmp
 import glob
 import os
 import re
@@ -15,8 +16,10 @@ from common.files import reading
 
 PYTHON_DOCS = "python-docs"
 HDF5_SUFFIXES = (".hdf5", ".h5")
+BEGINNING = 4096  # bytes of a file
 LONGEST_DOCUMENT = 1 << 20  # characters; a longer block is cut, so that memory stays bounded
 ROWS_TO_LOOK_AT = 1000
+LINE_END = re.compile(r"\r\n|\r|\n")
 LONE_CR = re.compile(r"\r(?!\r*(?:\n|$))")  # ends a line in files of old Macs
 STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
 
@@ -69,12 +72,32 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def odd_files(corpus: Iterable[Path], held_out: Iterable[Path]) -> Iterator[str]:
     """What is odd about the files as a whole, in one line each."""
     corpus, held_out = list(corpus), list(held_out)
-    if both := [file for file in corpus if file in held_out]:
-        yield f"{both[0]} is trained on and held out: its evaluation says nothing about other text"
+    if both := next(_alike(corpus, held_out), None):
+        yield f"{both} is trained on and held out: its evaluation says nothing about other text"
     if twice := [file for file in corpus if corpus.count(file) > 1]:
         yield f"{twice[0]} is named twice: what is held out of it is trained on too"
+    elif copy := next(_alike(corpus), None):
+        yield f"{copy} is in --corpus too: what is held out of the one is trained on in the other"
     if structured := [file for file in (*corpus, *held_out) if file.suffix.lower() in STRUCTURED]:
         yield f"{structured[0]} is read as plain text, with all its marks: hf:FOLDER reads a column `text`"
+
+
+def _alike(files: Iterable[Path], others: Iterable[Path] | None = None) -> Iterator[str]:
+    """Each of `files` that is one of the others, or has the same content, in words. Without others, those before it."""
+    known: dict[tuple[int, int], list[Path]] = {}  # by size and first bytes, so that few are compared
+
+    def group(file: Path) -> list[Path]:
+        with file.open("rb") as opened:
+            return known.setdefault((file.stat().st_size, hash(opened.read(BEGINNING))), [])
+
+    for other in others or ():
+        group(other).append(other)
+    for file in files:
+        same = group(file)
+        if twin := next((one for one in same if one == file or filecmp.cmp(one, file, shallow=False)), None):
+            yield str(file) if file == twin else f"{file}, which has the content of {twin},"
+        elif others is None:
+            same.append(file)
 
 
 def data_set_files(corpus: Iterable[str]) -> list[Path]:
@@ -181,11 +204,17 @@ def _from_datasets(name: str) -> Iterator[str]:
     if "text" not in rows.column_names:
         raise UserError(f"--corpus {name} has no column `text`, only {', '.join(rows.column_names)}: give another one")
     kind = getattr(rows.features["text"], "dtype", "of several values")
-    if kind not in ("string", "large_string"):
+    if kind not in ("string", "large_string", "string_view"):
         raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
     # A row without a value (null) has no text, and does not mean that rows are lines.
     if any(text is not None and not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
-        yield from _blocks(line for row in rows for line in (row["text"] or "").splitlines() or [""])
+        yield from _blocks(line for row in rows for line in _lines_of(row["text"] or ""))
     else:
         for row in rows:
-            yield from _blocks((row["text"] or "").splitlines())
+            yield from _blocks(_lines_of(row["text"] or ""))
+
+
+def _lines_of(text: str) -> list[str]:
+    """As `splitlines`, which would also split at some of Unicode's spaces; a blank text is one blank line."""
+    *lines, last = LINE_END.split(text)
+    return [*lines, last] if last or not lines else lines

@@ -53,7 +53,7 @@ def _read_words(path: Path) -> list[str]:
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip()  # blank lines at the end are no words
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            word = line.decode().strip()
+            word = line.strip().decode()  # of ASCII's spaces: others may be words
         except UnicodeDecodeError:
             raise UserError(f"--vocab {path}, line {number} is not UTF-8 text: give one word a line") from None
         if word in seen:

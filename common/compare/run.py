@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import reading
+from common.files import reading, refuse_stand_in
 from common.record.metrics import read_metrics
 
 Row = dict[str, Any]
+MOST = 10**15  # that a whole number in a row may be
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows by step. Where a file has a step twice, the last row counts."""
+    """Rows by step."""
 
     path: Path  # of metrics.jsonl
     train: dict[int, Row]
@@ -62,16 +63,16 @@ def read_run(path: Path) -> Run:
             what = "there is no such file or folder"
             raise UserError(f"{path}: {what}: name the --out-dir of a run, or its metrics.jsonl")
     metrics = path / "metrics.jsonl" if path.is_dir() else path
-    try:
+    with reading(metrics, str(metrics)):
         rows = read_metrics(metrics)
-    except OSError as error:
-        raise UserError(f"{metrics} cannot be read: {error.strerror}: name a run's --out-dir") from None
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}
     for row in rows:
-        if row.get("kind") in by_kind and isinstance(row.get("step"), int):
-            by_kind[row["kind"]][row["step"]] = row
+        kind, step = row.get("kind"), row.get("step")
+        if kind in by_kind and isinstance(step, int):
+            _require_of_one_run(metrics, row, by_kind[kind].get(step, row))
+            by_kind[kind][step] = row
     train = {step: row for step, row in sorted(by_kind["train"].items()) if "loss" in row}
-    if not train:
+    if not any(row["loss"] is not None for row in train.values()):
         raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
     for kind in ("train", "eval"):
         for step, row in by_kind[kind].items():
@@ -82,11 +83,21 @@ def read_run(path: Path) -> Run:
     return Run(metrics, train, by_kind["eval"], by_kind["ranks"], starts, state, is_complete)
 
 
+def _require_of_one_run(metrics: Path, row: Row, before: Row) -> None:
+    """Raise UserError for a row that a run does not write, and for another one of that kind and step."""
+    where = f"{metrics}: the {row['kind']} row of step {row['step']}"
+    if row["step"] < 0 or any(isinstance(value, int) and abs(value) > MOST for value in row.values()):
+        raise UserError(f"{where} has a number that no run writes: name a metrics.jsonl that a run has written")
+    if row.get("loss") != before.get("loss"):
+        raise UserError(f"{where} is there twice, with losses {before['loss']} and {row['loss']}: is it of two runs?")
+
+
 def _starts(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        starts = json.loads(path.read_text())["starts"]
+        refuse_stand_in(path, str(path))
+        starts = json.loads(path.read_text(encoding="utf-8-sig"))["starts"]
         for start in starts:
             assert type(start["first_step"]) is type(start["layout"]["world_size"]) is int
             assert isinstance(start["layout"]["source"], str) and "commit" in start

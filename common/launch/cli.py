@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import reading
 from common.launch import values
 from common.launch.combinations import check_training as check_training  # trainers hand it to start.main
 from common.launch.options import JoinOptions, LayoutFlags, RunOptions
@@ -135,7 +136,9 @@ def _add_hetseq_flags(parser: argparse.ArgumentParser) -> None:
 def add_batch_flags(parser: argparse.ArgumentParser, global_batch: int) -> None:
     group = parser.add_argument_group("batches (samples per optimizer step; the result does not depend on the layout)")
     either, add = group.add_mutually_exclusive_group().add_argument, group.add_argument
-    either("--global-batch", type=values.positive_int, default=global_batch, metavar="B", help="over all ranks")
+    # Its default is text: argparse takes a number that is the default's own object, as small ones are, for left out.
+    batch = str(global_batch)
+    either("--global-batch", type=values.positive_int, default=batch, metavar="B", help="over all ranks")
     either("--batch-per-gpu", type=values.positive_int, metavar="B", help="instead: global batch = B x ranks")
     add(
         "--micro-batch",
@@ -384,10 +387,8 @@ def secret(file: Path | None) -> bytes:
         if os.environ.get("UNEVEN_DDP_SECRET") == "":
             raise UserError("UNEVEN_DDP_SECRET is set, but empty: give it a value, or unset it")
         return os.environ.get("UNEVEN_DDP_SECRET", "").encode()
-    try:
+    with reading(file, f"--secret-file {file}", may_be_pipe=True):
         found = file.read_bytes().strip()
-    except OSError as error:
-        raise UserError(f"--secret-file {file} cannot be read: {error.strerror}") from None
     if not found:
         raise UserError(f"--secret-file {file} is empty: fill it, for example with `openssl rand -hex 32`")
     return found

@@ -78,10 +78,12 @@ def _host_of_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def _first_of_host_file(path: str) -> list[str]:
+    """The first host of a file as Slurm reads it: lists of hosts, such as n[1-4] or n1*4; comments begin with #."""
     try:
-        return Path(path).read_text().split()[:1]
-    except OSError:
+        lines = [line.partition("#")[0] for line in Path(path).read_text().splitlines()]
+    except (OSError, UnicodeDecodeError):
         return []
+    return [host for word in " ".join(lines).split()[:1] for host in expand_hosts(word.partition("*")[0])[:1]]
 
 
 def expand_hosts(text: str) -> list[str]:

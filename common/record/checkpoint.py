@@ -32,7 +32,7 @@ from common.files import refuse_stand_in
 from common.launch.cli import plain
 from common.record.background import BackgroundWriter
 from common.record.latest import STATE, WEIGHTS, by_step, is_copy, latest_name
-from common.state import Stateful, copied, fill, not_finite
+from common.state import Stateful, copied, fill, not_finite, not_floating
 
 FORMAT = 1
 REPLACED = ".writing-old-"
@@ -52,6 +52,10 @@ class Checkpoint:
     def load_model(self, model: torch.nn.Module) -> None:
         """Fill `model` with the weights. Raises UserError if they belong to another model, or are not finite."""
         try:
+            trained = {name for name, one in model.named_parameters() if one.is_floating_point()}
+            for name, kind in sorted(not_floating(self.path / WEIGHTS).items()):
+                if name in trained:
+                    raise self._refusal(f"its {name} is of type {kind}, which loses the digits of weights")
             missing, unknown = load_model(model, self.path / WEIGHTS, strict=False)
         except RuntimeError as error:  # a size differs; torch says which in its last line
             raise self._refusal(f"{OTHER_MODEL}: {_last_line(error)}") from None
@@ -84,6 +88,9 @@ class Checkpoint:
         for name, part in parts.items():
             try:
                 fill(part, saved[name])
+                for group in part.param_groups if isinstance(part, torch.optim.Optimizer) else ():
+                    if not group["lr"] >= 0:
+                        raise ValueError(f"a learning rate of {group['lr']}")
             except Exception as error:  # the state may hold anything
                 problem = f"the part {name} does not take the state that was saved ({_last_line(error)})"
                 raise self._refusal(f"{problem}: make that part as in the run that saved it, {new_run}") from None

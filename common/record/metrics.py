@@ -26,10 +26,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
     """As `read_metrics`, one row after the other: all together may not fit in memory."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                if line.endswith("\n"):
-                    yield _row(path, f"line {number}", line)
+                try:
+                    row = _row(path, f"line {number}", line)
+                except UserError:
+                    if line.endswith("\n"):
+                        raise
+                    return  # it is the last one
+                yield row
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text: name a run's --out-dir, or its metrics.jsonl") from None
 
@@ -39,8 +44,9 @@ def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{path}, {where} is not JSON: correct that line, or remove it") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{path}, {where} is not an object: name a metrics.jsonl that a run has written")
+    numbers = (row.get("step", 0), row.get("training_seconds", 0)) if isinstance(row, dict) else (None,)
+    if not all(isinstance(one, int | float) for one in numbers) or not isinstance(row.get("kind", ""), str):
+        raise UserError(f"{path}, {where} is no row of a run: name a metrics.jsonl that a run has written")
     return row
 
 

@@ -107,7 +107,7 @@ def require_all_schedulers(states: dict[str, Stateful]) -> None:
         for referrer in gc.get_referrers(optimizer):
             for one in gc.get_referrers(referrer) if type(referrer) is dict else [referrer]:
                 if isinstance(one, LRScheduler) and one.optimizer is optimizer:
-                    _require_given(one, states)
+                    require_given(one, states)
 
 
 def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
@@ -116,15 +116,16 @@ def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
     shapes = [one.shape for one in net.parameters()]
     for average in [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]:
         if [one.shape for one in average.parameters()] == shapes and int(average.n_averaged) == 1:
-            _require_given(average, states)
+            require_given(average, states)
 
 
-def _require_given(found: object, states: dict[str, Stateful]) -> None:
+def require_given(found: object, states: dict[str, Stateful]) -> None:
+    """Raise UserError for what a step changes, and is neither among the states nor an attribute of one."""
     if not any(_reaches(one, found) for one in states.values()):
         raise UserError(
             f"{type(found).__name__} changes from step to step, but run.resume() was not given it, so a resumed "
-            "run would begin it anew: give it too, as in run.resume(net, optimizer=optimizer, "
-            "scheduler=scheduler, average=average)"
+            "run would begin it anew: give it too, by any name, as in run.resume(net, optimizer=optimizer, "
+            "scheduler=scheduler)"
         )
 
 
@@ -132,6 +133,7 @@ def _reaches(one: Any, wanted: object) -> bool:
     """Whether this is the object, or has it as an attribute, also within lists and within schedulers."""
     attributes = list(getattr(one, "__dict__", {}).values())
     attributes += itertools.chain(*(value for value in attributes if isinstance(value, list | tuple)))
+    attributes += itertools.chain(*(value.values() for value in attributes if isinstance(value, dict)))
     inner = (value for value in attributes if isinstance(value, LRScheduler))
     return any(value is wanted for value in [one, *attributes]) or any(_reaches(value, wanted) for value in inner)
 

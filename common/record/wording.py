@@ -22,11 +22,12 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
     sizes = [size or max(plan.shares) for size in facts["micro_batches"]]
     most = runs(sizes) if len(set(sizes)) > 1 else str(sizes[0])
     idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
+    all_of = f" (there are {plan.samples})" if plan.global_batch > plan.samples else ""
     lines = {
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
         "devices": "; ".join(f"{host}: {', '.join(names)}" for (_, host), names in counted.items()),
         "backend": f"{group.backend}, {flags['precision']}",
-        "batch": f"{plan.global_batch} {options.unit} a step over all ranks, shares {runs(plan.shares)}, "
+        "batch": f"{plan.global_batch} {options.unit} a step over all ranks{all_of}, shares {runs(plan.shares)}, "
         f"micro-batches of at most {most}{idle}",
         **_links(flags, len(hosts), layout.world_size),
         **{name: value for name, value in facts.items() if name != "micro_batches"},

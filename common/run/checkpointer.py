@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from common.errors import RunError
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
 from common.record.resume import require_all_schedulers, require_average
 from common.record.steps import ExchangedSteps
-from common.state import Stateful
+from common.state import Stateful, not_finite
 from common.uneven.guards.same import ranks_that_differ
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ class Checkpointer:
         With --async-save, training goes on as soon as the state has been copied to memory. The time that the ranks
         wait does not count as training, and --save-every counts from its end.
         """
+        if name := not_finite(self.net):  # after a step whose gradient was finite
+            raise RunError(
+                f"after step {step}, {name} holds NaN or infinity, and is not saved; the checkpoints before it are "
+                "intact: lower --lr, or look at the state of the optimizer",
+                same_on_every_rank=True,
+            )
         # In another folder than "checkpoints", the weights of one step alone.
         states, keep = (self.states, self.options.flags["keep"]) if into == "checkpoints" else ({}, 1)
         self.compare(step, states)

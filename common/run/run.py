@@ -22,7 +22,7 @@ from common.launch import cli
 from common.launch.layout import Worker
 from common.record.checkpoint import WriteExtra
 from common.record.folder import open_folder
-from common.record.resume import resume
+from common.record.resume import require_given, resume
 from common.record.trackers import Tracker
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending, handle_signals
@@ -238,11 +238,10 @@ class Run:
         """
         if not hasattr(self, "model"):
             raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
-        if any(one not in self.optimizers for one in optimizers) and self.optimizers:
-            raise UserError(
-                "run.optimizer_step() was given an optimizer that run.resume() was not, so that no checkpoint would "
-                "have its state: give run.resume() all of them, and step these"
-            )
+        for one in optimizers:
+            if one not in self.optimizers:
+                require_given(one, self.states)
+                self.optimizers.add(one)
         if self.batches.last.step != self.step:
             raise UserError(f"step {self.step + 1} has had no run.end_step(): call it at the end of each step")
         self.lr = optimizers[0].param_groups[0]["lr"]
@@ -317,7 +316,8 @@ class Run:
 
     def _all_call(self, what: str) -> None:
         """Wait until all ranks have come to `what`: a rank that is alone there would meet another collective."""
-        with self.group.run_independently(f"all ranks, each of which must call {what}", CALL_SECONDS):
+        waits = f"all ranks, each of which must call {what}: is one alone in an evaluation?"
+        with self.group.run_independently(waits, CALL_SECONDS):
             pass
 
     def _leave_loop(self) -> None:

@@ -44,11 +44,15 @@ class StepBatch:
     global_samples: int  # the samples of all ranks
     work: float  # of this rank: its samples, or their tokens where those are balanced
     pieces: Callable[[], Iterator[tuple[Any, bool]]]
-    device: torch.device
+    timer: StepTimer
 
     def micro_batches(self) -> Iterator[tuple[Any, bool]]:
         """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
-        return self.pieces()
+        self.timer.is_cutting = True
+        try:
+            yield from self.pieces()
+        finally:
+            self.timer.is_cutting = False
 
     @torch.no_grad()
     def sum_over_ranks(self, function: Callable[[Any], torch.Tensor]) -> Any:
@@ -56,9 +60,14 @@ class StepBatch:
         float64: for a count that only the batch knows, such as that of its valid pixels after augmentation.
 
         Call it before the loop over the micro-batches, which are as many as a rank has samples for, so that nothing in
-        it may wait for other ranks. Every rank must call this.
+        it may wait for other ranks. Every rank must call this. Raises UserError within that loop.
         """
-        total = sum(torch.as_tensor(function(micro), device=self.device).double() for micro, _ in self.pieces())
+        if self.timer.is_cutting:
+            raise UserError(
+                "batch.sum_over_ranks() within the loop over the micro-batches, of which ranks have different numbers: "
+                "call it once, before that loop"
+            )
+        total = sum(torch.as_tensor(function(micro), device=self.timer.device).double() for micro, _ in self.pieces())
         assert isinstance(total, torch.Tensor)  # of at least one micro-batch
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -165,7 +174,7 @@ class GlobalBatchLoader(Iterator[StepBatch]):
             pieces = functools.partial(micro_batches, moved, mine, self.micro_batch)
         else:
             pieces = functools.partial(self._cut, part, self.micro_batch)
-        return StepBatch(step, count, samples, self.sampler.work(mine), pieces, self.device)
+        return StepBatch(step, count, samples, self.sampler.work(mine), pieces, self.timer)
 
     def _cut(self, part: Any, micro_batch: int | None) -> Iterator[tuple[Any, bool]]:
         assert self.cut is not None

@@ -44,7 +44,7 @@ class Guard:
         self.left: dict[str, tuple[int, int]] = {}
         self.hooked_steps = HOOKED_STEPS
         self.exchanges = 0  # within a micro-batch
-        self.kept: dict[str, tuple[torch.Tensor, int]] = {}  # tensors that the model keeps, after the last step
+        self.kept: dict[str, tuple[torch.Tensor | None, float]] = {}  # that the model keeps, after the last step
         self.changed: set[str] = set()  # those of them that this step has changed
         self.has_trained = False  # in training mode
 
@@ -173,7 +173,10 @@ class Guard:
                     "no backward has run within this `with model.no_sync(enabled=not is_last):`: put forward and "
                     "backward of each micro-batch into it"
                 )
-            names = shown(missing) or "some parameters in the last micro-batch"
+            names = shown(missing) or (
+                "some parameters in the last micro-batch (did the loss call the module itself, and not what wrap() "
+                "returned?)"
+            )
             names += " with an empty batch" if same_on_every_rank else ""  # that `wrap` tries
             raise UserError(
                 f"backward did not reach {names}, and the other ranks would wait for the gradients: let every forward "
@@ -237,8 +240,8 @@ class Guard:
             )
 
     def say_changed_tensors(self) -> None:
-        """Warn of a tensor that the model keeps, which is no buffer, where two steps in a row have changed it."""
-        kept = {name: (one, one._version) for name, one in _kept_tensors(self.layers)}
+        """Warn of a tensor or number that the model keeps, no buffer, where two steps in a row have changed it."""
+        kept = {name: (one, version) for name, one, version in _kept(self.layers)}
         before = {name: self.kept.get(name, (None, 0)) for name in kept}
         changed = {name for name in kept if kept[name][0] is not before[name][0] or kept[name][1] != before[name][1]}
         if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
@@ -252,22 +255,24 @@ class Guard:
         self.kept, self.changed = (kept, changed) if self.hooked_steps > 0 else ({}, set())
 
 
-def _kept_tensors(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what layers keep as plain attributes, alone or in tuples and lists. What belongs to the graph
-    of a forward is none: it goes with it."""
+def _kept(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor | None, float]]:
+    """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples and lists; of a number, None
+    and the number itself. What belongs to the graph of a forward is none: it goes with it."""
     for layer_name, layer in layers:
         for own_name, value in vars(layer).items():
             for number, one in enumerate(value if isinstance(value, tuple | list) else [value]):
+                name = f"{layer_name}.{own_name}".lstrip(".") + ("" if one is value else f"[{number}]")
                 if isinstance(one, torch.Tensor) and not one.requires_grad:
-                    name = f"{layer_name}.{own_name}".lstrip(".")
-                    yield name if one is value else f"{name}[{number}]", one
+                    yield name, one, one._version
+                elif type(one) in (int, float):
+                    yield name, None, one
 
 
 def _summed_twice() -> UserError:
     return UserError(
         "the gradients of this step would be summed over the ranks twice: add up the losses of a micro-batch and call "
-        "backward once, or give all of its backwards but the last a `with model.no_sync():` of their own, without "
-        "enabled="
+        "backward once; write `enabled=not is_last` in the `with model.no_sync` around it; or give all of its "
+        "backwards but the last a `with model.no_sync():` of their own, without enabled="
     )
 
 

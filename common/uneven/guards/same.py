@@ -66,7 +66,8 @@ def description(net: torch.nn.Module) -> dict[str, str]:
 
 
 def _class_and_settings(module: torch.nn.Module) -> str:
-    return f"{type(module).__name__}({module.extra_repr()})"
+    numbers = (f"{name}={value}" for name, value in vars(module).items() if isinstance(value, float))
+    return f"{type(module).__name__}({', '.join(filter(None, [module.extra_repr(), *numbers]))})"
 
 
 def ranks_that_differ(trees: Mapping[str, Any], device: torch.device) -> dict[str, list[int]]:
