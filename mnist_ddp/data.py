@@ -30,6 +30,7 @@ FILES = {  # of MNIST and the data sets of its kind: name -> shape
 MOST_NAMED = 4  # files of other names
 MOST_ALIKE = 0.9  # part of a set's labels
 LOOKED_AT = 1000  # images of a set
+FEW_ALIKE = 8  # of these, on average
 
 
 class Batch(NamedTuple):
@@ -95,8 +96,8 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
         alike = f"{usual.max():,} of {len(labels):,} labels of the {what} set are {usual.argmax()}"
         raise UserError(f"--data-dir {folder}: {alike}: copy the files again")
     chosen = images[:: max(1, len(images) // LOOKED_AT)].flatten(1).numpy()
-    if len(different := {image.tobytes() for image in chosen}) < len(chosen) / 2:
-        alike = f"of {len(chosen):,} images from all over the {what} set, only {len(different):,} are different"
+    if len(different := {image.tobytes() for image in chosen}) < len(chosen) / FEW_ALIKE:
+        alike = f"{len(chosen):,} images from all over the {what} set are {len(different):,} different ones"
         raise UserError(f"--data-dir {folder}: {alike}: copy the files again")
     first, middle = images[:, 0, 0], images[:, images.shape[1] // 2]  # the row that tells most images apart
     maybe = (middle == first[:, None]).all(dim=1).nonzero().flatten()

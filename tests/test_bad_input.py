@@ -182,19 +182,27 @@ def test_a_training_set_of_black_images_is_refused_once_and_not_by_its_loss(tmp_
     header = b"".join(number.to_bytes(4) for number in (2051, 60_000, 28, 28))
     folder = mnist_files(tmp_path / "data", train_images_idx3_ubyte=header + bytes(60_000 * 28 * 28))
     said = refusal(tmp_path, "--data-dir", folder)
-    assert f"--data-dir {folder}: every image of the training set is the same: copy the files again" in said
+    assert f"--data-dir {folder}: 1,000 images from all over the training set are 1 different ones: copy the" in said
 
 
 SHAPE = b"".join(number.to_bytes(4) for number in (2051, 10_000, 28, 28))
 WORTHLESS = [
-    ({"t10k_images_idx3_ubyte": SHAPE + bytes(10_000 * 28 * 28)}, "every image of the test set is the same"),
+    ({"t10k_images_idx3_ubyte": SHAPE + bytes(10_000 * 28 * 28)}, "1,000 images from all over the test set are 1 diff"),
+    (
+        {"t10k_labels_idx1_ubyte": (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes(range(10)) * 50 + bytes(9_500)},
+        "9,550 of 10,000 labels of the test set are 0",
+    ),
+    (
+        {"train_labels_idx1_ubyte": (2049).to_bytes(4) + (60_000).to_bytes(4) + bytes(range(5)) * 12_000},
+        "no training image has the label 5, which a test image has",
+    ),
     (
         {"t10k_images_idx3_ubyte": SHAPE + (bytes(range(251)) * 19_000)[: 6_000 * 28 * 28] + bytes(4_000 * 28 * 28)},
         "4,000 of 10,000 images of the test set are of one grey level, the first of them image 6,001",
     ),
     (
         {"t10k_labels_idx1_ubyte": (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([7]) * 10_000},
-        "every label of the test set is the same",
+        "10,000 of 10,000 labels of the test set are 7",
     ),
 ]
 

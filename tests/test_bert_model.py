@@ -220,6 +220,9 @@ CONFIGS = [
     '{"num_attention_heads": 0}',
     '{"hidden_size": null}',
     '{"vocab_size": 1e400}',
+    '{"is_decoder": true}',
+    '{"initializer_range": 1e9}',
+    '{"intermediate_size": 10000000000000}',
     "[" * 100_000,
     "\ufeff[1]",
 ]
@@ -227,11 +230,21 @@ CONFIGS = [
 
 @pytest.mark.parametrize("text", CONFIGS)
 def test_a_config_file_that_makes_no_bert_is_one_line(text, tmp_path):
-    wanted = options(tmp_path)
+    wanted = options(tmp_path, dropout=None)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    text = json.dumps(whole | json.loads(text)) if text.startswith("{") else text
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json") as error:
         bert.build(wanted, META)
     assert "\n" not in str(error.value)
+
+
+def test_a_size_that_a_config_file_lacks_is_not_that_of_another_model(tmp_path):
+    wanted = options(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace("num_hidden_layers", "num_hiden_layers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json has no num_hidden_layers"):
+        bert.build(wanted, META)
 
 
 def test_a_name_longer_than_the_system_takes_is_one_line():

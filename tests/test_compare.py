@@ -260,7 +260,7 @@ def test_rows_without_a_gradient_norm_are_compared_without_it(tmp_path):
 
 def test_the_last_row_of_a_step_counts(tmp_path):
     first = write(tmp_path / "a.jsonl", {"step": 1, "loss": 2.0})
-    second = write(tmp_path / "b.jsonl", {"step": 1, "loss": 3.0}, {"step": 1, "loss": 2.0})
+    second = write(tmp_path / "b.jsonl", {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 2.0})
     assert compare(first, second).code == 0
 
 
@@ -281,7 +281,7 @@ def test_runs_without_their_first_steps_are_not_judged_by_them(tmp_path):
     (None, "there is no such file or folder: name the --out-dir of a run"),
     ("", "has no losses of training steps"),
     ("{\n", "line 1 is not JSON"),
-    ("3\n", "line 1 is not an object"),
+    ("[3]\n", "line 1 is no row of a run"),
     ('{"kind": "eval", "step": 1, "loss": 2.0}\n', "has no losses of training steps"),
     ('{"kind": "train", "step": 7, "loss": 2.0}\n', "no step in common"),
     (b"\xff\xfe\n", "is not text"),

@@ -600,6 +600,29 @@ def test_shards_of_another_vocabulary_and_labels_that_teach_nothing_are_said(tmp
     assert second.startswith(f"every row of {tmp_path / 'shards'} has the same next_sentence_labels: ")
 
 
+NOTHING_TO_PREDICT = [
+    ({"masked_lm_ids": np.zeros((4, 3), "i4")}, r"masked_lm_ids holds \[PAD\], which is no word to predict"),
+    (
+        {"masked_lm_positions": np.array([[2, 2, 0]] * 4), "masked_lm_ids": np.array([[5, 6, 0]] * 4)},
+        "a position twice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), NOTHING_TO_PREDICT)
+def test_masks_that_cannot_be_are_named(change, said, tmp_path):
+    write_shard(tmp_path / "shards" / "a.hdf5", **change)
+    with pytest.raises(UserError, match=rf"a.hdf5, row 0: .*{said}"):
+        load_shards(tmp_path, "--masking", "stored")
+
+
+def test_a_data_set_that_is_trained_on_and_held_out_is_said(tmp_path, capsys):
+    both = ("--corpus", "python-docs", "--held-out-corpus", "python-docs", "--cache-dir", tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary.SPECIAL, *"abcdefghijklmnopqrstuvwxyz"]))
+    load(tmp_path, *both, "--sequence-length", 16, "--vocab", tmp_path / "vocab.txt")
+    assert said_of(capsys)[0].startswith("python-docs is trained on and held out")
+
+
 def test_a_row_without_a_token_is_named(tmp_path):
     empty = {"input_mask": np.zeros((4, 16), "i4"), "masked_lm_positions": np.zeros((4, 3), "i4")}
     write_shard(tmp_path / "shards" / "a.hdf5", **empty)

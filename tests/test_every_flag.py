@@ -79,7 +79,7 @@ NODES = (
     *("--batch-per-gpu", 2, "--balance", "auto", "--sync-every", 3, "--outer-momentum", 0.5, "--outer-lr", 0.7),
     *("--compress", "bf16", "--epochs", 1, "--trace", 12),
 )
-LARGE = ("--global-batch", 30, "--max-steps", 6, "--lr", 1e30, "--seed", 5, "--on-nan", "skip")
+LARGE = ("--global-batch", 30, "--max-steps", 6, "--lr", 1e36, "--seed", 5, "--on-nan", "skip")
 
 
 def shared_flags() -> set[str]:

@@ -35,6 +35,7 @@ def test_help_imports_nothing_heavy(trainer):
     ("-n 1 -g 1 --device cuda", "--device is cuda, but this node has no visible GPU"),
     ("--global-batch 0", "argument --global-batch: '0' is not allowed: give a whole number of 1 or more"),
     ("--global-batch 8 --batch-per-gpu 8", "not allowed with argument"),
+    ("--global-batch 256 --batch-per-gpu 8", "not allowed with argument"),
     ("--dataset cifar", "invalid choice: 'cifar'"),
     ("-g 2 --shares 1,2,3 --device cpu", "--shares has 3 numbers, but the job has 2 ranks"),
     ("-g 2 --micro-batch 16x2 --device cpu", "--micro-batch has 16 numbers, but the job has 2 ranks"),

@@ -4,10 +4,13 @@ import json
 import os
 import re
 import shutil
+from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bert_ddp.finetune import files
 from bert_ddp.finetune.data import load as load_task
@@ -15,10 +18,14 @@ from bert_ddp.finetune.examples import Text, label_names
 from bert_ddp.finetune.sources import DataOptions
 from bert_ddp.model.pretrained import open_model, open_pretrained
 from bert_ddp.predict.answers import entities
-from bert_ddp.text.sources import documents, find_files
+from bert_ddp.text import corpus
+from bert_ddp.text.flags import add_corpus_flags, corpus_options
+from bert_ddp.text.sources import documents, find_files, odd_files
+from bert_ddp.text.vocabulary import SPECIAL
 from bert_ddp.text.vocabulary import load as load_vocabulary
 from common.compare.run import read_run
 from common.errors import LONGEST_MESSAGE, UserError
+from common.launch.cli import secret
 from common.predict import figures
 from common.record import checkpoint
 from mnist_ddp import data as mnist
@@ -142,6 +149,78 @@ def test_a_tag_without_a_letter_is_a_type_by_itself(tags, found):
     assert [one["type"] for one in entities(line, list(re.finditer(r"\S+", line)), tags.split())] == found
 
 
+def with_weights(model, into, change):
+    """A copy of the model whose weights `change(weights)` has changed."""
+    at = without(model, into)
+    weights = load_file(at / "model.safetensors")
+    change(weights)
+    save_file(weights, at / "model.safetensors", metadata={"format": "pt"})
+    return at
+
+
+WRONG_WEIGHTS = [
+    (lambda at: at["bert.embeddings.LayerNorm.weight"].zero_(), "bert.embeddings.LayerNorm.weight is zero throughout"),
+    (lambda at: at["bert.embeddings.word_embeddings.weight"].zero_(), "word_embeddings.weight is zero throughout"),
+    (
+        lambda at: at.update({"bert.embeddings.LayerNorm.bias": torch.zeros(32, dtype=torch.int8)}),
+        "bert.embeddings.LayerNorm.bias is of type I8: give weights of floating-point numbers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG_WEIGHTS)
+def test_weights_that_cannot_be_a_models_are_refused_by_name(change, said, model, tmp_path):
+    start = open_pretrained(str(model))
+    with pytest.raises(UserError, match=rf"--model .*wrong: its .*{said}"):
+        open_model(str(with_weights(model, tmp_path / "wrong", change)), "fill-mask", start.config)
+
+
+def test_weights_of_16_bits_are_read(model, tmp_path):
+    at = with_weights(
+        model, tmp_path / "half", lambda weights: weights.update({k: v.half() for k, v in weights.items()})
+    )
+    assert open_model(str(at), "fill-mask", open_pretrained(str(model)).config).dtype == torch.float32
+
+
+def test_a_vocabulary_with_a_byte_order_mark_is_refused_and_not_renumbered(model, tmp_path):
+    at = without(model, tmp_path / "marked", "tokenizer.json", "tokenizer_config.json")
+    (at / "vocab.txt").write_bytes(b"\xef\xbb\xbf" + (at / "vocab.txt").read_bytes())
+    with pytest.raises(UserError, match=r"marked: vocab.txt begins with a byte order mark"):
+        open_pretrained(str(at))
+
+
+def test_a_word_whose_number_the_model_has_no_place_for_is_refused(model, tmp_path):
+    at = without(model, tmp_path / "gap")
+    content = json.loads((at / "tokenizer.json").read_text())
+    content["model"]["vocab"]["anna"] = 1000
+    (at / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"gap: its vocabulary has 1,001 words, but its config says"):
+        open_pretrained(str(at))
+
+
+def test_words_that_are_spaces_to_unicode_only_are_words(tmp_path):
+    words = [*SPECIAL, "the", "\u3000", "\u2028", "fox"]
+    (tmp_path / "vocab.txt").write_bytes("\n".join(words).encode())
+    assert sorted(load_vocabulary(str(tmp_path / "vocab.txt")).get_vocab()) == sorted(words)
+
+
+def test_another_vocabulary_than_that_of_the_model_to_begin_with_is_refused(model, folder, tmp_path):  # noqa: F811
+    words = (model / "vocab.txt").read_text().split()
+    (tmp_path / "vocab.txt").write_text("\n".join([*words[:-2], words[-1], words[-2]]) + "\n")
+    flags = ["--corpus", folder / "text.txt", "--cache-dir", tmp_path / "cache", "--sequence-length", 16, "--vocab"]
+
+    def made_with(vocab):
+        parser = ArgumentParser()
+        add_corpus_flags(parser)
+        return corpus.load(corpus_options(parser.parse_args(list(map(str, [*flags, vocab])))), str(model))
+
+    assert made_with(model / "vocab.txt").meta["vocab_size"] == len(words)
+    with pytest.raises(
+        UserError, match=rf"vocab.txt: word {len(words) - 2} is '{words[-1]}', but '{words[-2]}' in --init"
+    ):
+        made_with(tmp_path / "vocab.txt")
+
+
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +234,23 @@ def test_a_checkpoint_that_is_not_finite_is_refused_by_name(tmp_path):
     torch.nn.init.constant_(net.bias, float("nan"))
     with pytest.raises(UserError, match=r"step-00000007.*its bias holds NaN or infinity: the run had failed by then"):
         save(tmp_path, net).load_model(net)
+
+
+def test_a_checkpoint_whose_weights_are_whole_numbers_is_refused_by_name(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    at = save(tmp_path, net).path
+    save_file({"weight": net.weight.detach(), "bias": torch.zeros(2, dtype=torch.int8)}, at / "model.safetensors")
+    with pytest.raises(UserError, match=r"step-00000007.*its bias is of type I8, which loses the digits of weights"):
+        checkpoint.Checkpoint(at, {}).load_model(net)
+
+
+@pytest.mark.parametrize("rate", [-5.0, "fast"])
+def test_a_learning_rate_that_cannot_be_is_refused(rate, tmp_path):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    changed = SimpleNamespace(state_dict=lambda: {"state": {}, "param_groups": [{"lr": rate, "params": [0, 1]}]})
+    checkpoint.save(tmp_path, 7, torch.nn.Linear(2, 2), {}, optimizer=changed)
+    with pytest.raises(UserError, match=r"step-00000007: the part optimizer does not take the state that was saved"):
+        checkpoint.find(tmp_path).load_training(optimizer=optimizer)
 
 
 def test_a_run_may_be_called_as_a_checkpoint_is(tmp_path):
@@ -200,6 +296,7 @@ WRONG_ROWS = [
     ("a.jsonl", "<html></html>", r"line 1: this is not JSON: .*: it is HTML"),
     ("a.csv", 'text,label\nthe,x\n"fox,x\nthe,x\n', r"line 3: a quote that begins in this row is never closed"),
     ("a.csv", 'text,label\n"fox,x\nthe,x\n', r"line 2: a quote that begins in this row is never closed"),
+    ("a.tsv", "text\tlabel\nthe\tx\ntext\tlabel\nfox\ty\n", r"line 3: the header once more: remove it"),
 ]
 
 
@@ -217,6 +314,15 @@ def test_a_pipe_that_nobody_writes_into_is_refused_where_a_file_is_read_more_tha
         mnist._read(tmp_path)
     with pytest.raises(UserError, match=r"--corpus .*text.txt is a pipe: give a file"):
         find_files([str(tmp_path / "text.txt")])
+
+
+def test_a_pipe_that_nobody_writes_into_is_refused_after_a_while_where_it_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.files.PIPE_SECONDS", 0.01)
+    os.mkfifo(tmp_path / "a.csv")
+    with pytest.raises(UserError, match=r"a.csv is a pipe into which nobody has written for 0 s: give a file"):
+        list(files.read_records(tmp_path / "a.csv"))
+    with pytest.raises(UserError, match=r"--secret-file .*a.csv is a pipe into which nobody has written"):
+        secret(tmp_path / "a.csv")
 
 
 def test_labels_may_come_from_a_pipe(tmp_path):
@@ -263,6 +369,65 @@ def test_a_loss_that_is_no_number_is_refused_by_step(loss, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": 3, "loss": {loss}}}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl: the loss of step 3 is .*, and no number"):
         read_run(tmp_path)
+
+
+TWICE = '{"kind": "train", "step": 3, "loss": 2.0}\n{"kind": "train", "step": 3, "loss": 1.0}\n'
+NOT_OF_A_RUN = [
+    (TWICE, "the train row of step 3 is there twice, with losses 2.0 and 1.0: is it of two runs?"),
+    ('{"kind": "train", "step": -3, "loss": 2.0}\n', "the train row of step -3 has a number that no run writes"),
+    ('{"kind": "train", "step": 3, "loss": 1' + "0" * 400 + "}\n", "step 3 has a number that no run writes"),
+    ('{"kind": "train", "step": 3, "loss": null}\n', "has no losses of training steps"),
+    ('{"kind": ["train"], "step": 3}\n', "line 1 is no row of a run"),
+    ('{"kind": "ranks", "step": 3, "training_seconds": []}\n', "line 1 is no row of a run"),
+    ("version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), NOT_OF_A_RUN)
+def test_rows_that_no_run_has_written_are_refused(content, said, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match=rf"metrics.jsonl.*{re.escape(said)}"):
+        read_run(tmp_path)
+
+
+def test_a_last_row_without_a_line_end_is_read_where_it_is_whole(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('\ufeff{"kind": "train", "step": 3, "loss": 2.0}')
+    assert read_run(tmp_path).train[3]["loss"] == 2.0
+
+
+@pytest.mark.parametrize("gpus", ['"11"', "[1.0, 1.0]", "[3, -1]", "[1000000000]", "[[1]]"])
+def test_processes_of_nodes_that_cannot_be_are_refused(gpus, tmp_path):
+    (tmp_path / "a.json").write_text(f'{{"layout": {{"gpus_per_node": {gpus}}}, "links": [], "all_reduce": []}}')
+    with pytest.raises(UserError, match=r"--doctor .*a.json: it says that the nodes have .* processes: give what"):
+        figures.of_doctor(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("size", [-4, "NaN"])
+def test_an_all_reduce_of_no_size_is_refused(size, tmp_path):
+    row = f'{{"bytes": {size}, "ms": 1}}'
+    (tmp_path / "a.json").write_text(f'{{"layout": {{"gpus_per_node": [1]}}, "links": [], "all_reduce": [{row}]}}')
+    with pytest.raises(UserError, match=r"--doctor .*a.json: it says that .* was measured"):
+        figures.of_doctor(tmp_path / "a.json")
+
+
+def test_other_spaces_of_unicode_are_within_a_word(tmp_path):
+    (tmp_path / "a.conll").write_text("10\u00a0000 B-sum\nof\tO\n\u2028\n\nrice\u2009 O\n")
+    assert [one.words for one in files.read_conll(tmp_path / "a.conll")] == [["10\u00a0000", "of"], ["rice\u2009"]]
+
+
+def test_a_line_of_a_data_set_ends_where_a_line_of_a_file_does(tmp_path):
+    rows = ["one\u2028two\r\nthree\n", "", "four\n\nfive"]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    assert list(documents([f"hf:{tmp_path}"])) == ["one\u2028two\nthree", "four", "five"]
+
+
+def test_a_copy_of_a_file_is_found_by_its_content(tmp_path):
+    first, copy, other = (tmp_path / name for name in ("a.txt", "b.txt", "c.txt"))
+    for path, text in ((first, "the fox"), (copy, "the fox"), (other, "the dog")):
+        path.write_text(text)
+    assert list(odd_files([first], [other])) == []
+    assert "b.txt, which has the content of" in next(odd_files([copy], [first]))
+    assert "is in --corpus too: what is held out of the one is trained on" in next(odd_files([first, other, copy], []))
 
 
 def test_a_suffix_may_be_in_capitals(tmp_path):

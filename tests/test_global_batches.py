@@ -28,6 +28,15 @@ def samples_of(batches) -> list[list[float]]:
     return found
 
 
+def test_a_sum_over_ranks_within_the_loop_over_micro_batches_is_refused():
+    batch = next(GlobalBatchLoader(NUMBERS, 4, micro_batch=3))
+    assert batch.sum_over_ranks(len) == 4
+    with pytest.raises(UserError, match=r"within the loop over the micro-batches.*: call it once, before that loop"):
+        for _ in batch.micro_batches():
+            batch.sum_over_ranks(len)
+    assert len(list(batch.micro_batches())) == 2 and batch.sum_over_ranks(len) == 4
+
+
 def test_each_epoch_has_every_sample_once_and_its_last_step_holds_what_is_left():
     batches = GlobalBatchLoader(NUMBERS, 4, epochs=3)
     assert len(batches) == batches.total_steps == 9

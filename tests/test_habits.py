@@ -29,7 +29,8 @@ def run_of(changes, folder, *flags, gpus=(1, 1)):
 REFUSED = [
     ({ZERO: ""}, "the gradients of the step before are still there, .*: call optimizer.zero_grad"),
     ({BACKWARD: "(loss_sum / batch.global_count).backward()"}, "this step has had no run.backward"),
-    ({STEP: f"            optimizer = AdamW(net.parameters())\n{STEP}"}, "an optimizer that run.resume.. was not"),
+    ({STEP: f"            optimizer = AdamW(net.parameters())\n{STEP}"}, "AdamW changes .*, but run.resume.. was not"),
+    ({"optimizer=optimizer, scheduler": "scheduler"}, "AdamW changes .*, but run.resume.. was not given"),
     ({WRAP: f"        run.wrap(net, compute_loss)\n{WRAP}"}, "run.wrap.. twice: a run has one model"),
     ({"untrained_loss=math": "find_unused_parameters=True, untrained_loss=math"}, "has no find_unused_parameters"),
     ({NEXT_STEP: f"            net.features.requires_grad_(run.step < 5)\n{NEXT_STEP}"}, "was frozen after wrap"),
@@ -54,6 +55,15 @@ def test_a_loop_that_is_left_early_has_written_and_saved_all_of_its_steps(tmp_pa
     assert len(losses(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000005"
     assert rows(tmp_path / "run", "summary")[0]["step"] == 5
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_not_saved(tmp_path):
+    spoilt = f"{STEP}            if run.step == 11:\n                next(net.parameters()).data.fill_(math.inf)\n"
+    for result in run_of({STEP: spoilt}, tmp_path).results():
+        assert result.code == 1 and "Traceback" not in result.output, result.output
+    said = "error: after step 12, features.0.weight holds NaN or infinity, and is not saved"
+    assert said in (tmp_path / "node-0-0.log").read_text()
+    assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
 def test_a_call_that_one_rank_alone_makes_says_who_must_make_it(tmp_path):

@@ -179,12 +179,20 @@ def test_slurm_host_of_rank_0(environ, host):
     assert host_and_port(layout_of(CPU, SRUN | environ).init_method)[0] == host
 
 
-def test_slurm_reads_the_host_file(tmp_path):
+@pytest.mark.parametrize("content", ["nodeb\nnodea\n", "# by hand\nnodeb # c\n", "nodeb*4 nodea"])
+def test_slurm_reads_the_host_file(content, tmp_path):
     order = tmp_path / "order"
-    order.write_text("nodeb\nnodea\n")
+    order.write_text(content)
     here = {"SLURM_GTIDS": "1", "SLURM_PROCID": "1", "SLURMD_NODENAME": "nodea"}
     arbitrary = {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": str(order)}
     assert host_and_port(layout_of(CPU, SRUN | here | arbitrary).init_method)[0] == "nodeb"
+
+
+def test_a_host_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "order").write_bytes("nödeb".encode("utf-16"))
+    arbitrary = {"SLURM_DISTRIBUTION": "arbitrary", "SLURM_HOSTFILE": str(tmp_path / "order")}
+    with pytest.raises(UserError, match="do not say where rank 0 is"):
+        layout_of(CPU, SRUN | {"SLURM_GTIDS": "1", "SLURM_PROCID": "1", "SLURMD_NODENAME": "nodea"} | arbitrary)
 
 
 def test_slurm_counts_the_tasks_of_a_node_that_has_not_contiguous_ranks():

@@ -574,13 +574,29 @@ class Keeping(nn.Linear):
     ("(points.detach(), points.detach() + 1)", "0.kept[0], 0.kept[1]"),
     ("points.mean(dim=0) if self.kept is None else self.kept", ""),
     ("points @ self.weight.T", ""),  # belongs to the graph
+    ("(self.kept or 0.0) + 1.5", "0.kept"),
+    ("[1.0, (self.kept or [0, 0])[1] + 1]", "0.kept[1]"),
+    ("2.5", ""),
 ])  # fmt: skip
-def test_a_tensor_that_the_model_changes_from_step_to_step_is_said(outputs, what, name):
+def test_a_tensor_or_number_that_the_model_changes_from_step_to_step_is_said(outputs, what, name):
     net = "nn.Sequential(Keeping(6, 16), nn.ReLU(), nn.Linear(16, 10))"
     results, losses = outputs((1, 1), more=KEEPING.replace("{what}", what), net=net)
     said = "outside of its parameters and buffers: no checkpoint has it"
     assert len(losses) == 9 and (said in results[0].output) == bool(name), results[0].output
     assert not name or f"training changes {name}, which" in results[0].output
+
+
+SCALED = """
+def scaled(rank):
+    net = nn.Linear(6, 10)
+    net.scale = 1.0 + rank
+    return net
+"""
+
+
+def test_a_number_of_the_model_that_differs_on_one_rank_is_refused(refused):
+    refused("scale=2.0) on rank 1, but Linear(in_features=6, out_features=10, bias=True, scale=1.0) on rank 0",
+            more=SCALED, net="scaled(worker.rank)")  # fmt: skip
 
 
 def test_a_model_that_goes_on_in_evaluation_mode_is_said(outputs):

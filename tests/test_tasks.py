@@ -491,6 +491,7 @@ def test_nothing_is_odd_about_usual_sets(tmp_path, tokenizer):
 TWELVE = conll(*["anna/B-person went/O to/O rome/B-place"] * 12)
 ODD_WORDS = [
     (TWELVE, TWELVE, "all 12 dev examples are in the training data too"),
+    (TWELVE, TWELVE + "\nben O\n", "12 of 13 dev examples are in the training data too"),
     (TWELVE, conll("anna/B-person went/O", *["ben/O"] * 3).replace("\n", "\n\n"), ""),
     (TWELVE, conll(*["ben/O went/O"] * 11), "every dev label is O"),
     (conll(" ".join(SET * 5)), conll("ben/O"), "train.conll is one sentence of 30 words"),
@@ -512,6 +513,7 @@ def test_what_is_odd_about_tagged_words_as_a_whole_is_said_in_one_line(train, de
 
 ODD_TEXTS = [
     (table(*many("text {n},{odd}"), ",1"), "line 32: the text is blank, as in 1 of 31 examples"),
+    ("sentence1,sentence2,label\n" + "".join(f"text {n},,{n % 2}\n" for n in range(12)), "the second text of each"),
     (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
     (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case alone: x1, X1"),
     (table(*many("text {n},x{odd}"), "a,['x1']"), "a label is ['x1']: a list of labels counts as one class"),
@@ -527,6 +529,12 @@ def test_what_is_odd_about_labelled_texts_as_a_whole_is_said_in_one_line(train, 
     dev = "\n".join(train.splitlines()[:2])
     (note,) = notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev)
     assert said in note
+
+
+def test_a_test_set_that_is_the_dev_set_is_said(tmp_path, tokenizer):
+    dev = conll(*["ben/B-person went/O"] * 12)
+    (note,) = notes(tmp_path, tokenizer, "ner", train__conll=TWELVE, dev__conll=dev, test__conll=dev)
+    assert "test.conll: the test examples are the dev examples" in note
 
 
 def test_a_set_in_a_language_that_the_model_lacks_is_refused(tmp_path, tokenizer):

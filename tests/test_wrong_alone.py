@@ -10,7 +10,8 @@ from tests.trainers import altered
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12, "--log-every", 1)
 BACKWARD = "                    run.backward("
 NAN = "                    if run.step in {steps} and worker.rank == worker.world_size - 1:\n"
-NAN += "                        loss_sum = loss_sum * math.nan\n"
+# The gradient of the second one is finite.
+NAN += "                        loss_sum = loss_sum * math.nan if run.step == 5 else loss_sum + math.inf\n"
 UPDATE = "            scheduler.step()\n"
 DAMAGE = "            if run.step == 4 and worker.rank == 1:\n"
 DAMAGE += "                next(net.parameters()).data.view(-1)[0] += 1e-9\n"
@@ -27,7 +28,7 @@ ODD = """class Odd:
 
 
 def not_finite(folder, steps):
-    """The MNIST trainer whose last rank has a loss that is not a number in these steps, which count from 0."""
+    """The MNIST trainer whose last rank has a loss that is not finite in these steps, which count from 0."""
     return altered(folder, {BACKWARD: NAN.format(steps=steps) + BACKWARD})
 
 
@@ -105,7 +106,7 @@ def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_th
     assert first.code and "rank 2, node 1" in first.output
 
 
-BACKPROPAGATED = "run.backward(loss_sum / batch.global_count)  # the images of all ranks; the all-reduce sums\n"
+BACKPROPAGATED = "run.backward(loss_sum / batch.global_count)  # the count of all ranks: the all-reduce adds up\n"
 FOR_EACH = "# at least one: where there are no images, an empty one\n"
 ZERO_GRAD = "            optimizer.zero_grad()\n"
 WRAP = "        model = run.wrap("

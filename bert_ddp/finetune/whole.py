@@ -129,7 +129,9 @@ def _beginnings(sentence: Sentence) -> Iterator[tuple[str, str]]:
 def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
     if blank := [text for text in texts if not text.text.strip()]:
         yield f"{blank[0].place}: the text is blank, as in {len(blank):,} of {len(texts):,} examples of {source}"
-    if all(text.pair is not None and text.pair.strip() in ("", text.text.strip()) for text in texts):
+    if len(texts) >= ENOUGH and all(
+        text.pair is not None and text.pair.strip() in ("", text.text.strip()) for text in texts
+    ):
         yield f"{source}: the second text of each example is blank, or the first one again: see --text-column"
     classes = len({text.label for text in texts})
     if len(texts) >= ENOUGH and classes > len(texts) / 2:

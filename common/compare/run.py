@@ -16,7 +16,7 @@ MOST = 10**15  # that a whole number in a row may be
 
 @dataclass(frozen=True)
 class Run:
-    """Rows by step."""
+    """Rows by step. Where a file goes back to earlier steps, the last row of each counts."""
 
     path: Path  # of metrics.jsonl
     train: dict[int, Row]
@@ -66,11 +66,12 @@ def read_run(path: Path) -> Run:
     with reading(metrics, str(metrics)):
         rows = read_metrics(metrics)
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}
+    before: dict[str, Row] = {}  # the last row of each kind
     for row in rows:
         kind, step = row.get("kind"), row.get("step")
         if kind in by_kind and isinstance(step, int):
-            _require_of_one_run(metrics, row, by_kind[kind].get(step, row))
-            by_kind[kind][step] = row
+            _require_of_one_run(metrics, row, before.get(kind, row))
+            by_kind[kind][step] = before[kind] = row
     train = {step: row for step, row in sorted(by_kind["train"].items()) if "loss" in row}
     if not any(row["loss"] is not None for row in train.values()):
         raise UserError(f"{metrics} has no losses of training steps: name the metrics.jsonl that a run has written")
@@ -84,11 +85,11 @@ def read_run(path: Path) -> Run:
 
 
 def _require_of_one_run(metrics: Path, row: Row, before: Row) -> None:
-    """Raise UserError for a row that a run does not write, and for another one of that kind and step."""
+    """Raise UserError for a row that a run does not write, and where the one `before` is of that step too."""
     where = f"{metrics}: the {row['kind']} row of step {row['step']}"
     if row["step"] < 0 or any(isinstance(value, int) and abs(value) > MOST for value in row.values()):
         raise UserError(f"{where} has a number that no run writes: name a metrics.jsonl that a run has written")
-    if row.get("loss") != before.get("loss"):
+    if row["step"] == before["step"] and row.get("loss") != before.get("loss"):
         raise UserError(f"{where} is there twice, with losses {before['loss']} and {row['loss']}: is it of two runs?")
 
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from common.errors import UserError
-from common.files import reading
+from common.files import refuse_stand_in
 from common.launch import values
 from common.launch.values import UNITS
 from common.predict.step import Link
@@ -70,8 +70,8 @@ def of_doctor(file: Path) -> dict[str, Any]:
     """What the doctor has measured: the processes of each node, the slowest link between two nodes, and the all-reduces
     of all ranks. Raises UserError."""
     try:
-        with reading(file, f"--doctor {file}"):
-            report = json.loads(file.read_text(encoding="utf-8-sig"))
+        refuse_stand_in(file, f"--doctor {file}")
+        report = json.loads(file.read_text(encoding="utf-8-sig"))
         gpus, measured = report["layout"]["gpus_per_node"], all_reduces_of(report["all_reduce"])
         sizes = _ranks_of_nodes(gpus) if gpus else None
         return {"gpus": sizes, "link": slowest_link(report["links"]), "measured": measured}

@@ -44,8 +44,8 @@ def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{path}, {where} is not JSON: correct that line, or remove it") from None
-    numbers = (row.get("step", 0), row.get("training_seconds", 0)) if isinstance(row, dict) else (None,)
-    if not all(isinstance(one, int | float) for one in numbers) or not isinstance(row.get("kind", ""), str):
+    numbers = [row.get(name) for name in ("step", "training_seconds")] if isinstance(row, dict) else [row]
+    if not all(isinstance(one, int | float | None) for one in numbers) or not isinstance(row.get("kind", ""), str):
         raise UserError(f"{path}, {where} is no row of a run: name a metrics.jsonl that a run has written")
     return row
 

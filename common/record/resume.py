@@ -130,8 +130,10 @@ def require_given(found: object, states: dict[str, Stateful]) -> None:
 
 
 def _reaches(one: Any, wanted: object) -> bool:
-    """Whether this is the object, or has it as an attribute, also within lists and within schedulers."""
-    attributes = list(getattr(one, "__dict__", {}).values())
+    """Whether this is the object, or has it as an attribute, also within lists, dicts and schedulers. A scheduler's
+    optimizer is none of its state."""
+    own = "optimizer" if isinstance(one, LRScheduler) else None
+    attributes = [value for name, value in getattr(one, "__dict__", {}).items() if name != own]
     attributes += itertools.chain(*(value for value in attributes if isinstance(value, list | tuple)))
     attributes += itertools.chain(*(value.values() for value in attributes if isinstance(value, dict)))
     inner = (value for value in attributes if isinstance(value, LRScheduler))

@@ -20,8 +20,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """fp32; bf16 and fp16 as autocast over fp32 weights; fp64 for proofs.
 
-    `dtype` is the type of weights, gradients and inputs. With `on_nan="skip"`, a step whose gradient is not finite
-    changes nothing; on a GPU that costs a wait for the device in each step. Otherwise `require_finite` ends the run.
+    `dtype` is the type of weights, gradients and inputs. With `on_nan="skip"`, a step whose loss or gradient is not
+    finite changes nothing; on a GPU that costs a wait for the device in each step. Otherwise `require_finite` ends the
+    run.
     """
 
     def __init__(self, name: str, device: torch.device, on_nan: str = "stop"):
@@ -46,6 +47,8 @@ class Precision:
         mine = loss.detach().to(torch.float64, copy=True)  # the trainer may change its own
         mine = mine.sum() if mine.dim() else mine
         self.backpropagated = mine if self.backpropagated is None else self.backpropagated + mine
+        if self.skips:  # an infinite loss may have a finite gradient, with which no rank may take the step either
+            loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
         self.scaler.scale(loss).backward(**options)
 
     def reduce_with_gradients(self, asks: bool) -> torch.Tensor:
