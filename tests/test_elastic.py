@@ -47,7 +47,7 @@ MOMENTS = {
     "evaluation": "                run.log_evaluation(",
     "checkpoint": "                run.save(",
 }
-OFTEN_ENOUGH = [(0, "after the update"), (2, "checkpoint")]  # for every day; `make test-long` has all
+OFTEN_ENOUGH = [(0, "after the update")]  # for every day; `make test-long` has all
 IMPORTS = "import torch\n"  # of the trainer, once
 DIE = "__import__('os').kill(__import__('os').getpid(), 9)"
 # The supervisor of a rank that has died posts why, and the others wait for that, as long as it takes.

@@ -20,7 +20,8 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize("gpus", [
-    pytest.param((2,), marks=pytest.mark.long), (3, 1), pytest.param((2, 1, 1), marks=pytest.mark.long), (5, 2)
+    pytest.param((2,), marks=pytest.mark.long), (3, 1), pytest.param((2, 1, 1), marks=pytest.mark.long),
+    pytest.param((5, 2), marks=pytest.mark.long),
 ])  # fmt: skip
 def test_weights_and_losses_do_not_know_the_layout(gpus, reference, tmp_path):
     play(MNIST, gpus, tmp_path, *FLAGS)

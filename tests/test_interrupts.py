@@ -167,7 +167,7 @@ def test_a_signal_to_all_processes_of_a_node_at_once_counts_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "loading", ["**worker_options(1, run.device)", pytest.param("num_workers=1", marks=pytest.mark.long)]
+    "loading", ["num_workers=1", pytest.param("**worker_options(1, run.device)", marks=pytest.mark.long)]
 )
 def test_a_closed_terminal_saves_a_checkpoint(tmp_path, loading):
     """It sends SIGHUP to every process of a run, also to those that make batches."""

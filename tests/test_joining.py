@@ -254,6 +254,7 @@ def test_ctrl_c_on_a_machine_that_looks_for_a_run_shows_no_traceback(tmp_path):
     assert result.code == 130 and "Traceback" not in result.output, result.output
 
 
+@pytest.mark.long
 def test_two_machines_join_at_the_same_moment_and_one_that_dies_meanwhile_changes_nothing(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run")
     first, second, third = under_way.join(), under_way.join(), under_way.join()
@@ -266,6 +267,7 @@ def test_two_machines_join_at_the_same_moment_and_one_that_dies_meanwhile_change
     assert {one["original"] for row in rows(tmp_path / "run", "members") for one in row["ranks"]} >= {0, 1, 2}
 
 
+@pytest.mark.long
 def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undisturbed, tmp_path):
     """The other one stays; who leads leaves once the newcomer waits, before it is let in or after."""
     under_way = Run(tmp_path / "run")
@@ -308,6 +310,7 @@ def test_data_that_are_not_there_on_the_machine_that_joins_end_no_run(undisturbe
     assert not rows(tmp_path / "run", "members")
 
 
+@pytest.mark.long
 def test_a_node_of_the_start_comes_back_although_a_machine_that_has_joined_leads(undisturbed, tmp_path):
     layout = ("-n", 2, "-g", "1,1", "--master-addr", "127.0.0.1", "--master-port", free_port())
     first = (*layout, "-i", 0)

@@ -200,7 +200,7 @@ def test_a_rank_without_supervisor_that_is_killed_leaves_no_process(tmp_path):
     assert not left(tmp_path, 1)
 
 
-@pytest.mark.parametrize("endless", ["stock", "ours on one rank"], indirect=True)
+@pytest.mark.parametrize("endless", ["stock", pytest.param("ours on one rank", marks=LONG)], indirect=True)
 def test_a_process_of_the_loader_that_is_killed_is_named_in_one_line(endless):
     node, processes, folder = endless
     victim = processes[1][-1]
