@@ -73,25 +73,26 @@ def main() -> int:
     except OSError as error:
         print(f"error: --link: {error.strerror or error}: {NO_HOSTS}", file=sys.stderr)
         return 1
-    master, nodes = hosts.address(0) if hosts else "127.0.0.1", []
-    for number in range(count):
-        own = ["-i", str(number), "--master-addr", master, "--master-port", port]
-        node = _start([*command, *own], partial(hosts.enter, number) if hosts else None)
-        threading.Thread(target=show, args=(number, node.stdout)).start()
-        nodes.append(node)
-    over = threading.Event()
+    master, over = hosts.address(0) if hosts else "127.0.0.1", threading.Event()
+    nodes: list[subprocess.Popen[str]] = []
     slow = [threading.Thread(target=_slow_down, args=(nodes, *one, over), daemon=True) for one in speeds.items()]
-    for thread in slow:
-        thread.start()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does, from the first on
     try:
+        for number in range(count):
+            own = ["-i", str(number), "--master-addr", master, "--master-port", port]
+            node = _start([*command, *own], partial(hosts.enter, number) if hosts else None)
+            nodes.append(node)
+            threading.Thread(target=show, args=(number, node.stdout)).start()
+        for thread in slow:
+            thread.start()
         return _wait_for_all(nodes, goes_on="--elastic" in command)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         over.set()
         for thread in slow:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
         _end(nodes)
         if hosts:
             hosts.close()

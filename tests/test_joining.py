@@ -210,7 +210,7 @@ def test_the_last_machine_and_one_of_too_few_save_and_end_the_run(tmp_path):
     under_way.wait_for_members(0, 1)
     os.kill(under_way.first.processes[0].pid, signal.SIGINT)
     (result,) = under_way.first.results()
-    assert result.code == SAVED and "SIGINT on rank 0: ended after step" in result.output, result.output
+    assert result.code == SAVED and re.search("SIGINT on rank [01]: ended after step", result.output), result.output
 
 
 def test_a_machine_without_which_too_few_are_left_ends_the_run_and_says_why(tmp_path):
@@ -220,8 +220,8 @@ def test_a_machine_without_which_too_few_are_left_ends_the_run_and_says_why(tmp_
     os.kill(under_way.first.processes[0].pid, signal.SIGTERM)
     for command in (under_way.first, other):
         (result,) = command.results()
-        why = "SIGTERM on rank 0, without whose node too few ranks are left (--elastic): ended after step"
-        assert result.code == SAVED and why in result.output, result.output
+        why = r"SIGTERM on rank [01], without whose node too few ranks are left \(--elastic\): ended after step"
+        assert result.code == SAVED and re.search(why, result.output), result.output
 
 
 def test_a_second_start_of_a_run_is_refused_and_the_run_is_found_by_its_folder_all_the_same(tmp_path):

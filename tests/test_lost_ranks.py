@@ -59,7 +59,13 @@ slow = Slow()
 
 def test_a_supervisor_that_reached_no_store_keeps_its_exit_code(tmp_path):
     """A thread that still tries to reach it must not come back while Python ends, which would abort the process."""
-    body = "if worker.is_main:\n    os.kill(os.getpid(), 9)\ntime.sleep(0.5)\nos._exit(1)"
+    body = """
+        if worker.is_main:
+            os.kill(os.getpid(), 9)
+        while Path(f"/proc/{group.views[0]['pid']}").exists():  # until the supervisor has seen that end
+            time.sleep(0.01)
+        os._exit(1)
+    """
     script = write_trainer(tmp_path, body, SLOW_TO_END)
     result = run("python", script, "-g", 2, "--device", "cpu", PYTHONPATH=str(ROOT))
     assert result.code == 128 + 9, result.output
