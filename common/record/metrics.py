@@ -44,8 +44,8 @@ def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:
         row = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{path}, {where} is not JSON: correct that line, or remove it") from None
-    numbers = [row.get(name) for name in ("step", "training_seconds")] if isinstance(row, dict) else [row]
-    if not all(isinstance(one, int | float | None) for one in numbers) or not isinstance(row.get("kind", ""), str):
+    is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+    if not is_row or not all(isinstance(row.get(name), int | float | None) for name in ("step", "training_seconds")):
         raise UserError(f"{path}, {where} is no row of a run: name a metrics.jsonl that a run has written")
     return row
 
