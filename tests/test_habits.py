@@ -57,6 +57,16 @@ def test_a_loop_that_is_left_early_has_written_and_saved_all_of_its_steps(tmp_pa
     assert rows(tmp_path / "run", "summary")[0]["step"] == 5
 
 
+def test_a_rank_that_draws_for_longer_than_the_others_would_wait_ends_the_run_well(tmp_path):
+    slow = "        import common.join.process_group as groups\n        import common.run.run as runs\n\n"
+    slow += "        groups.LEAVE_SECONDS = 0.5\n"
+    slow += "        summary = runs.StepLog.summary\n"
+    slow += "        runs.StepLog.summary = lambda log, *of, **more: (\n"
+    slow += "            __import__('time').sleep(2 * worker.is_main), summary(log, *of, **more)\n        )\n"
+    for result in run_of({WRAP: slow + WRAP}, tmp_path).results():
+        assert result.code == 0 and "left the training loop" not in result.output, result.output
+
+
 def test_weights_that_are_not_finite_after_the_last_step_are_not_saved(tmp_path):
     spoilt = f"{STEP}            if run.step == 11:\n                next(net.parameters()).data.fill_(math.inf)\n"
     for result in run_of({STEP: spoilt}, tmp_path).results():

@@ -83,10 +83,13 @@ class Run:
             self.seed("anything")  # that a trainer draws before it seeds
             yield self
             if hasattr(self, "ending"):  # training has begun
-                self._leave_loop()
+                all_here = self._leave_loop()
                 self.finish_saving()
                 self.ending.interrupts.close()
-                self.log.summary(self.step, **self._summary)
+                # The others would take rank 0 for one that is still in the loop, if it drew for long.
+                waits = self.group.run_independently("rank 0, which draws curves.png")
+                with waits if all_here else contextlib.nullcontext():
+                    self.log.summary(self.step, **self._summary)
 
     # --- data ----------------------------------------------------------------------------------------------------
 
@@ -320,18 +323,21 @@ class Run:
         with self.group.run_independently(waits, CALL_SECONDS):
             pass
 
-    def _leave_loop(self) -> None:
-        """Write and save what is not yet, where the loop has ended before its last step. Every rank must call this."""
+    def _leave_loop(self) -> bool:
+        """Write and save what is not yet, where the loop has ended before its last step. Returns whether all ranks have
+        left it. Every rank must call this."""
+        all_here = self.group.all_come("the end of the loop")
         if not self.log.noted and self.checkpointer.saved_step == self.step:
-            return
-        if not self.group.all_come("the end of the loop"):
+            return all_here
+        if not all_here:
             self.line(f"note: ranks end the loop at different times: not all of step {self.step} is written or saved")
-            return
+            return False
         self._find_due(evaluates=False, ends=True)
         if self.nodes.is_synchronized:
             self.save(write_extra=self.checkpointer.write_extra)
         else:
             self.line(f"note: step {self.step} is not saved: it is between two exchanges of --sync-every")
+        return True
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
