@@ -38,7 +38,7 @@ MNIST = ROOT / "mnist_ddp" / "mnist-distributed.py"
 FINETUNE = ROOT / "bert_ddp" / "bert-finetune.py"
 PREDICT = ROOT / "bert_ddp" / "bert-predict.py"
 BERT = ROOT / "bert_ddp" / "bert-distributed.py"
-TIMEOUT_SECONDS = 300  # ends what hangs; a slow machine must not reach it
+TIMEOUT_SECONDS = 600  # ends what hangs; a slow machine must not reach it
 TAIL_LINES = 60  # of each log that a failed test shows
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torch asks the name server for the name of each connection: one that is silent for 10 s would outlast short timeouts
