@@ -116,8 +116,8 @@ def main() -> None:
             pairs.append((peer, ours(args, seed, Path(scratch) / f"ours{seed}", "-g", 1)))
             print(f"seed {seed}: transformers.Trainer {peer}\nseed {seed}: ours {pairs[-1][1]}", file=sys.stderr)
     peers, mine = zip(*pairs, strict=True)
-    length = f"{args.max_steps} steps" if args.max_steps else f"{args.epochs} epochs"
-    print(f"| {length}, batch {BATCH} | seconds of training | of everything | dev F1 | test F1 |")
+    most = f", at most {args.max_steps} steps" if args.max_steps else ""
+    print(f"| {args.epochs} epochs{most}, batch {BATCH} | seconds of training | of everything | dev F1 | test F1 |")
     print("| --- | --- | --- | --- | --- |")
     print(row("transformers.Trainer", peers))
     print(row("ours", mine))

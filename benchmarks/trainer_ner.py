@@ -10,6 +10,7 @@ training (without evaluations and checkpoints), and test and dev F1 of the best 
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -103,7 +104,7 @@ def main() -> None:
     for name, kind in (("model", str), ("data", str), ("epochs", int), ("lr", float), ("batch", int), ("seed", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--out-dir", required=True)
-    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--max-steps", type=int)
     parser.add_argument("--dropout", type=float, help="instead of the model's own")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     args = parser.parse_args()
@@ -128,11 +129,11 @@ def main() -> None:
         gold, found = ([[pair[side] for pair in row] for row in pairs] for side in (0, 1))
         return {"f1": score_entities(gold, found).numbers["f1"]}
 
+    steps = args.epochs * math.ceil(len(sets["train"]) / args.batch)  # `max_steps` alone would go beyond the epochs
     clock = TrainingClock()
     settings = TrainingArguments(
         output_dir=args.out_dir,
-        num_train_epochs=args.epochs,
-        max_steps=args.max_steps,
+        max_steps=min(args.max_steps or steps, steps),
         learning_rate=args.lr,
         per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=64,
