@@ -25,11 +25,12 @@ def code_fingerprint() -> str:
     """
     digest = hashlib.blake2b(digest_size=6)
     for name, path in sorted(_loaded_sources().items()):
-        digest.update(name.encode() + b"\0" + path.read_bytes())
+        with open(path, "rb") as file:  # noqa: PTH123 (a Path for each of hundreds of files takes longer than reading)
+            digest.update(name.encode() + b"\0" + file.read())
     return digest.hexdigest()
 
 
-def _loaded_sources() -> dict[str, Path]:
+def _loaded_sources() -> dict[str, str]:
     """The source files to compare. Their names do not depend on where this code or the script is."""
     installed, script_folder, sources = _installed_files(), os.path.realpath(Path(sys.argv[0]).parent), {}
     is_installed = os.path.realpath(__file__) in installed
@@ -43,19 +44,21 @@ def _loaded_sources() -> dict[str, Path]:
     others = {name for name in outermost if is_in_environment or not _is_library(sys.modules.get(name))}
     for module in [sys.modules.get(name) for name in names if name.partition(".")[0] in others]:
         where, _, name = (getattr(module, "__file__", None) or "").rpartition(os.sep)
+        if not where or not name.endswith(".py"):
+            continue
         path = f"{real_folder(where)}{os.sep}{name}"
         folder = str(ROOT) if path.startswith(f"{ROOT}{os.sep}") else script_folder
         below = path.removeprefix(folder + os.sep)
-        if not where or below == path or not name.endswith(".py") or not Path(path).is_file():
-            continue  # torch creates modules whose files do not exist
+        if below == path or not os.path.isfile(path):  # noqa: PTH113 (torch creates modules whose files do not exist)
+            continue
         if path in installed:
             # not a command in bin/, nor the finder of an editable install: pip writes them anew on every node
             is_ours = is_installed and folder == str(ROOT)
         else:
-            is_library = LIBRARY in Path(path).parts or path.startswith(tuple(libraries))
+            is_library = f"{os.sep}{LIBRARY}{os.sep}" in path or path.startswith(tuple(libraries))
             is_ours = not is_library and not (is_installed and folder == str(ROOT))
         if is_ours:
-            sources[Path(below).as_posix()] = Path(path)
+            sources[below.replace(os.sep, "/")] = path
     return sources
 
 

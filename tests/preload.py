@@ -10,7 +10,10 @@ gc.disable()  # it would look at what is imported again and again, and find noth
 
 import contextlib
 import ctypes
+import encodings.idna  # noqa: F401 (the first connection of a process looks for it)
+import functools
 import importlib
+import importlib.metadata
 import io
 import os
 import sys
@@ -33,8 +36,12 @@ importlib.import_module("matplotlib.backends.backend_agg")
 
 from common.record.plots import draw_curves
 
-# the data set of most runs, which takes a tenth of their time, and the fonts that a plot needs
+# the data set of most runs, which takes a tenth of their time, the fonts that a plot needs, and two things that torch
+# does in each process: it looks for plugins in every package, and reads its sources for the first seed
 torch.set_num_threads(1)  # no pool of threads: it would be missing in a child
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.entry_points(group="torch.distributed.backends")
+torch.manual_seed(torch.initial_seed())
 importlib.import_module("mnist_ddp.data").load("digits", Path(), torch.float32)
 draw_curves([{"kind": "train", "step": 1, "loss": 1.0}]).savefig(io.BytesIO(), format="png")
 

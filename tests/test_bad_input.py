@@ -1,14 +1,13 @@
 """What a person gets wrong: one clear line, the right exit code, nothing half-written."""
 
 import http.client
-import sys
 
 import pytest
 import torch
 
 from common.errors import ExplainedError, RunError, UserError
 from mnist_ddp import data
-from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, run
+from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -102,9 +101,14 @@ def test_a_loss_that_is_not_finite_ends_every_rank_and_names_the_step(tmp_path):
 
 def test_a_full_disk_ends_the_run_and_leaves_nothing_half_written(tmp_path):
     """A limit on the size of files stands for the disk: every Unix has one, and the error is as sudden."""
-    limited = f"ulimit -f 100; trap '' XFSZ; exec {sys.executable} \"$@\""
-    flags = ("--dataset", "digits", "--device", "cpu", "--epochs", "1", "--out-dir", tmp_path / "out")
-    result = run("bash", "-c", limited, "bash", MNIST, *flags)
+    (tmp_path / "limited.py").write_text(
+        "import resource, runpy, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))\n"
+        f"runpy.run_path({str(MNIST)!r}, run_name='__main__')\n"
+    )
+    flags = ["--dataset", "digits", "--device", "cpu", "--epochs", "1", "--out-dir", tmp_path / "out"]
+    (result,) = playing(tmp_path / "limited.py", [Node(flags)], tmp_path).results()
     assert result.code == 1, result.output
     assert "could not write the checkpoint" in result.output
     assert "the earlier ones are intact" in result.output

@@ -57,7 +57,9 @@ def reference(request, text, tmp_path_factory):
     return folder, flags
 
 
-@pytest.mark.parametrize("name", ["two-nodes", "empty-part", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["two-nodes", *(pytest.param(one, marks=pytest.mark.long) for one in ("empty-part", "torchrun"))]
+)
 def test_every_loss_and_the_weights_do_not_know_the_layout(name, reference, tmp_path):
     folder, flags = reference
     start, gpus = LAYOUTS[name]
@@ -98,6 +100,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_were_not(text, tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-9)
 
 
+@pytest.mark.long
 def test_workers_of_the_loader_change_nothing_and_warn_of_nothing(text, tmp_path):
     flags = flags_of(text, "mlm", "--precision", "fp64", "--max-steps", 3)
     play(BERT, (1,), tmp_path / "without", *flags)

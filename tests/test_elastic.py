@@ -144,6 +144,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.long
 def test_what_forward_has_changed_in_a_step_that_is_done_again_counts_once(tmp_path):
     dying = dies(2)
     assert dying.pop(IMPORTS) == IMPORTS

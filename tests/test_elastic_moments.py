@@ -111,6 +111,7 @@ def test_a_signal_while_a_replaced_worker_still_loads_saves_all_the_same(tmp_pat
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_with_an_explained_error_leaves_its_neighbour_at_work(undisturbed, tmp_path):  # noqa: F811
     fails = "from common.errors import UserError; raise UserError('a damaged sample')"
     when = "run.step == 30 and worker.rank == 1 and not worker.membership"
@@ -195,6 +196,7 @@ def _hold(folder, ready) -> None:
     held.close()
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_takes_the_lock_of_a_member_that_is_frozen_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "SECONDS", 0.1)  # the holder does not let go, however long one waits
     context = multiprocessing.get_context("spawn")

@@ -88,10 +88,12 @@ def started(tmp_path_factory):
     return run("python", write_trainer(folder, BODY), "-g", 1, *FLAGS, **environ)
 
 
+@pytest.mark.long
 def test_ddp_survives_detailed_debugging(started):
     assert "TORCH_DISTRIBUTED_DEBUG is DETAIL, taken as INFO" in started.output
     assert started.code == 0, started.output
 
 
+@pytest.mark.long
 def test_a_loader_works_where_tmpdir_is_too_long_for_sockets(started):
     assert "trained" in started.output and "AF_UNIX" not in started.output

@@ -73,7 +73,9 @@ def test_a_wrong_count_agrees_on_every_layout_and_only_the_first_loss_shows_it(t
     assert losses(tmp_path / "one")[0] == pytest.approx(math.log(10) / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long), "fp32"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", *(pytest.param(one, marks=pytest.mark.long) for one in ("fp16", "fp32"))]
+)
 def test_lower_precision_trains_on_uneven_ranks(precision, tmp_path):
     play(MNIST, (2, 1), tmp_path, "--dataset", "digits", "--precision", precision, "--epochs", 4, "--shares", "3,2,1")
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] / 2

@@ -33,6 +33,7 @@ def kept(tmp_path_factory):
     return [json.loads((folder / f"kept-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["descriptors", "threads", "objects", "keys of the store"])
 def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
     for of_rank in kept:

@@ -135,6 +135,7 @@ def test_a_schedulers_signal_to_a_rank_that_waits_for_the_others_asks_for_anothe
     assert "Traceback" not in result.output
 
 
+@pytest.mark.long
 def test_nodes_that_train_by_themselves_meet_before_they_save(tmp_path):
     run = started(tmp_path, (1, 1), "--sync-every", 100000, "--epochs", 2000)
     os.kill(run.processes[1].pid, signal.SIGTERM)

@@ -94,7 +94,7 @@ def test_a_file_beside_the_script_counts_though_it_has_the_name_of_a_module_of_p
     (tmp_path / "calendar.py").write_text("")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "trainer.py")])
     monkeypatch.setitem(sys.modules, "calendar", module)
-    assert version._loaded_sources()["calendar.py"] == tmp_path / "calendar.py"
+    assert version._loaded_sources()["calendar.py"] == str(tmp_path / "calendar.py")
 
 
 @pytest.mark.parametrize(

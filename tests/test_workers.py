@@ -116,7 +116,9 @@ def test_a_run_that_is_done_returns_though_its_loader_lives(loader, launcher, tm
     assert not left(tmp_path, 2)
 
 
-@pytest.mark.parametrize("loader", ["stock", pytest.param("stock forkserver", marks=LONG), "ours on one rank"])
+@pytest.mark.parametrize(
+    "loader", ["stock", *(pytest.param(kind, marks=LONG) for kind in ("stock forkserver", "ours on one rank"))]
+)
 def test_an_error_in_the_data_set_leaves_no_process(loader, tmp_path):
     node = play(tmp_path, 2, loader, GO_ON, "Numbers(bad=40 if worker.rank else None)")
     (result,) = node.results()
@@ -193,6 +195,7 @@ def test_python_does_not_warn_of_what_a_killed_rank_has_left(tmp_path):
     assert not left(tmp_path, 2)
 
 
+@LONG
 def test_a_rank_without_supervisor_that_is_killed_leaves_no_process(tmp_path):
     node = play(tmp_path, 1, "ours", GO_ON, ENDLESS)
     started(tmp_path, 1, node)
@@ -212,6 +215,7 @@ def test_a_process_of_the_loader_that_is_killed_is_named_in_one_line(endless):
     assert not left(folder, 2)
 
 
+@LONG
 def test_a_run_of_one_rank_whose_loader_is_killed_ends_with_one_line(tmp_path):
     node = play(tmp_path, 1, "stock", GO_ON, ENDLESS)
     victim = started(tmp_path, 1, node)[0][-1]

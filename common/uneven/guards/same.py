@@ -1,7 +1,7 @@
 """What must be the same on every rank: model, data, and after each step the weights."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,19 +86,28 @@ def ranks_that_differ(trees: Mapping[str, Any], device: torch.device) -> dict[st
 
 def _checksum(tree: Any, device: torch.device) -> torch.Tensor:
     """An int64 of the bits of all tensors, without waiting for the device, and of all numbers."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    if isinstance(tree, torch.Tensor):
-        dense = tree.detach() if tree.layout == torch.strided else tree.detach().to_dense()
-        numbers = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-        return numbers.contiguous().view(BITS[numbers.element_size()]).sum(dtype=torch.int64).to(device)
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, list | tuple):
+    tensors, numbers = [], []
+    for leaf in _leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            dense = leaf.detach() if leaf.layout == torch.strided else leaf.detach().to_dense()
+            real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+            tensors.append(real.contiguous().view(BITS[real.element_size()]).sum(dtype=torch.int64).to(device))
+        else:
+            numbers.append(leaf if leaf == leaf else 0)  # the hash of NaN differs from process to process
+    sums = torch.stack([torch.full((), hash(tuple(numbers)), device=device), *tensors])
+    odd = torch.arange(1, 2 * len(sums), 2, device=device)  # it matters which tensor has which sum
+    return (sums * odd).sum()
+
+
+def _leaves(tree: Any) -> Iterator[torch.Tensor | int | float]:
+    if isinstance(tree, torch.Tensor | int | float):
+        yield tree
+    elif isinstance(tree, list | tuple):
         for value in tree:
-            total = total * 31 + _checksum(value, device)  # wraps around
-    elif isinstance(tree, int | float):
-        total += 0 if tree != tree else hash(tree)  # the same in every process, but for what is not a number
-    return total
+            yield from _leaves(value)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
 
 
 def require_same_network(number: int, device: torch.device, ranks: Any = None) -> None:
