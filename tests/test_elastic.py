@@ -282,6 +282,7 @@ class Run:
         return last
 
 
+@pytest.mark.long
 def test_a_node_that_dies_while_the_others_wait_for_its_evaluation_is_not_waited_for(undisturbed, tmp_path):
     """They wait on the store, and nobody is left on that node to say what has happened to it."""
     file = tmp_path / "evaluates"

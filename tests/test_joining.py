@@ -401,6 +401,7 @@ def test_a_run_without_elastic_is_joined_by_nobody(tmp_path):
     assert [result.code for result in under_way.results()] == [0]
 
 
+@pytest.mark.long
 def test_shares_and_micro_batches_of_a_machine_that_joins_are_its_own(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run", "-g", 2, "--shares", "3,1", "--micro-batch", "20,10")
     under_way.join("-g", 1)
@@ -409,6 +410,7 @@ def test_shares_and_micro_batches_of_a_machine_that_joins_are_its_own(undisturbe
     assert rows(tmp_path / "run", "ranks")[-1]["shares"] == [32, 11, 21]
 
 
+@pytest.mark.long
 def test_a_batch_per_gpu_keeps_the_global_batch_of_the_start(undisturbed, tmp_path):
     under_way = Run(tmp_path / "run", "-g", 1, "--batch-per-gpu", 64, base=Patient.FLAGS[:4] + Patient.FLAGS[6:])
     under_way.join()
