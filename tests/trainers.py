@@ -1,7 +1,10 @@
 """Copies of a trainer with some lines changed: to spoil something, to die at a certain moment, to wait until a lost
 rank has come back, or to go on until the test has seen what it waits for."""
 
+import fcntl
 import functools
+import os
+import shutil
 from pathlib import Path
 
 from tests.harness import BERT, FINETUNE, MNIST, ROOT, play, rows_so_far
@@ -77,9 +80,16 @@ class Patient:
     @functools.cache
     def undisturbed(cls, base: Path) -> Path:
         """The folder of a run of one process and LAST_STEP steps, with all its checkpoints: what a patient run of any
-        length is compared with. It is made once below the folder `base`, for all tests."""
-        play(MNIST, (1,), base / "undisturbed", *cls.FLAGS, "--max-steps", cls.LAST_STEP, "--keep", 100)
-        return base / "undisturbed"
+        length is compared with. It is made once for all processes of a `pytest -n`, whose folder is `base`."""
+        base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        whole, is_done = base / "undisturbed", base / "undisturbed-done"
+        with (base / "undisturbed.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_done.exists():
+                shutil.rmtree(whole, ignore_errors=True)  # of a process that has failed
+                play(MNIST, (1,), whole, *cls.FLAGS, "--max-steps", cls.LAST_STEP, "--keep", 100)
+                is_done.touch()
+        return whole
 
 
 class Unhurried:

@@ -164,7 +164,7 @@ def _run_all(workers: _Workers, args: Namespace, interruption: Interruption) -> 
     try:
         workers.start()
         interruption.watch(workers.places)
-        return _wait_for_all(workers, args.timeout, args.work_timeout, interruption)
+        return _Watch(workers, args, interruption).wait()
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
         say(f"error: could not start {len(workers.places)} workers: {error.strerror}: {fix}", error=True)
@@ -174,75 +174,118 @@ def _run_all(workers: _Workers, args: Namespace, interruption: Interruption) -> 
         _end([process for process in workers.places if process.pid], workers.known)
 
 
-def _wait_for_all(
-    workers: _Workers, timeout_seconds: float, work_timeout_seconds: float, interruption: Interruption
-) -> int:
-    """Returns the first failure's exit code, or 0."""
-    running, stopped = list(workers.places), StoppedWorkers(LOOK_SECONDS, timeout_seconds)
-    first_failure, left_out, deadline, store_answers = 0, 0, float("inf"), True
-    may_replace, is_complete, told = workers.replacing is not None, False, list[str]()
-    while running:
-        if is_complete and deadline == float("inf") and all(workers.doing(one) == WAITS for one in running):
-            deadline = time.monotonic() + COMPLETE_SECONDS
-        if time.monotonic() > deadline:
-            finishing = [one.name for one in running if workers.doing(one) == FINISHES]
-            if not finishing or time.monotonic() > deadline + work_timeout_seconds:
-                break
-            if finishing != told:
-                told = finishing
-                say(f"waiting for {' and '.join(told)} to write, at most {work_timeout_seconds:.0f} s (--work-timeout)")
-        interruption.require_in_time()
-        ready = wait([process.sentinel for process in running], timeout=LOOK_SECONDS)
-        for process in running:
+class _Watch:
+    """Waits for the workers of this node, and decides what the end of one means for the others."""
+
+    def __init__(self, workers: _Workers, args: Namespace, interruption: Interruption):
+        self.workers, self.interruption, self.is_elastic = workers, interruption, workers.replacing is not None
+        self.timeout_seconds, self.work_timeout_seconds = args.timeout, args.work_timeout
+        self.running = list(workers.places)
+        self.stopped = StoppedWorkers(LOOK_SECONDS, args.timeout)
+        self.deadline = float("inf")  # for those that are left, once one has failed or the run is complete
+        self.first_failure = self.left_out = 0  # exit codes: of the run, and of a worker without which it goes on
+        self.may_replace = self.is_elastic
+        self.is_complete = False  # with --elastic, one has ended well: there is no run any more
+        self.store_answers = True
+        self.told: list[str] = []  # of whom it was said that they still write
+
+    def wait(self) -> int:
+        """Until all have ended. Returns the first failure's exit code, or 0."""
+        while self.running and self._has_time():
+            self.interruption.require_in_time()
+            ended, replaced = self._ended(), list[BaseProcess]()
+            ranks = {process: self.workers.rank_of(process) for process in ended}  # before others take their places
+            for process in ended:
+                if self.interruption.has_ended(process, or_the_terminal=self.is_elastic):
+                    if not self.is_elastic:
+                        return self.interruption.exit_code
+                    self.left_out = self.left_out or self.interruption.exit_code  # not training yet: the others save
+                elif self._replace(process):
+                    replaced.append(process)
+                else:
+                    self._note_end(process)
+            self._tell(ranks)
+            self.workers.forget(replaced)
+            if (overdue := self.stopped.look(self.running)) and not self._may_end(overdue):
+                return self.first_failure or 1
+        if self.first_failure and self.running:
+            who = " and ".join(process.name for process in self.running)
+            say(f"error: {who} did not end within {GRACE_SECONDS:.0f} s of another worker's end; ending it", error=True)
+        return self.first_failure or self.left_out
+
+    def _has_time(self) -> bool:
+        """False once the others have had their time to end, but for those that still write what they have."""
+        doing = {process: self.workers.doing(process) for process in self.running}
+        if self.is_complete and self.deadline == float("inf") and set(doing.values()) == {WAITS}:
+            self.deadline = time.monotonic() + COMPLETE_SECONDS
+        if (late := time.monotonic() - self.deadline) <= 0:
+            return True
+        finishing = [process.name for process, what in doing.items() if what == FINISHES]
+        if not finishing or late > self.work_timeout_seconds:
+            return False
+        if finishing != self.told:
+            self.told = finishing
+            limit = f"at most {self.work_timeout_seconds:.0f} s (--work-timeout)"
+            say(f"waiting for {' and '.join(finishing)} to write, {limit}")
+        return True
+
+    def _ended(self) -> list[BaseProcess]:
+        """The workers that have ended since, after a second at the latest."""
+        ready = wait([process.sentinel for process in self.running], timeout=LOOK_SECONDS)
+        for process in self.running:
             if process.sentinel in ready:
                 process.join(LOOK_SECONDS)  # its files are closed, but its exit code may take a moment
-        ended = [process for process in running if process.exitcode is not None]
-        running = [process for process in running if process not in ended]
-        replaced: list[BaseProcess] = []
-        ranks = {process: workers.rank_of(process) for process in ended}  # before others take their places
-        for process in ended:
-            if interruption.has_ended(process, or_the_terminal=workers.replacing is not None):
-                if not workers.replacing:
-                    return interruption.exit_code
-                left_out = left_out or interruption.exit_code  # it was not training yet: the others save now
-                continue
-            may_replace = may_replace and bool(process.exitcode) and not interruption.received  # else the run ends
-            if may_replace and (successor := workers.replace(process)):
-                running.append(successor)
-                replaced.append(process)
-                interruption.watch(running)
-            elif is_complete and workers.doing(process) == WAITS:
-                pass  # there is no run any more into which it could be let
-            elif workers.is_left_out(process):
-                left_out = left_out or _shell_code(process)
-            elif not process.exitcode:
-                is_complete = workers.replacing is not None
-            elif not first_failure:
-                first_failure = _exit_code(process)
-                deadline = time.monotonic() + GRACE_SECONDS
-        for process in ended:
-            rank = ranks[process]
-            if process.exitcode and process.exitcode != Interrupted.exit_code and store_answers and rank is not None:
-                place = replace(workers.places[process], board=workers.board)
-                store_answers = _tell(place, rank, workers.cause(process), process.pid)
-        if any(process.exitcode for process in ended):
-            orphans.end(workers.known)
-        workers.forget(replaced)
-        if overdue := stopped.look(running):
-            if may_replace:
-                for process in overdue:
-                    say(f"{process.name} stopped for {timeout_seconds:.0f} s (--timeout): ending it")
-                    workers.stopped[process] = f"was stopped for {timeout_seconds:.0f} s (--timeout), and ended"
-                    process.kill()
-                continue
-            who = " and ".join(process.name for process in overdue)
-            so_long = f"{timeout_seconds:.0f} s (--timeout), by SIGSTOP or Ctrl-Z"
-            say(f"error: {who} stopped for {so_long}; ending all workers of this node", error=True)
-            return first_failure or 1
-    if first_failure and running:
-        who = " and ".join(process.name for process in running)
-        say(f"error: {who} did not end within {GRACE_SECONDS:.0f} s of another worker's end; ending it", error=True)
-    return first_failure or left_out
+        ended = [process for process in self.running if process.exitcode is not None]
+        self.running = [process for process in self.running if process not in ended]
+        return ended
+
+    def _replace(self, process: BaseProcess) -> bool:
+        """Start another process for this one, if it is to be replaced. After the first end that is no failure, and
+        after a signal, none is: the run ends."""
+        self.may_replace = self.may_replace and bool(process.exitcode) and not self.interruption.received
+        successor = self.workers.replace(process) if self.may_replace else None
+        if successor:
+            self.running.append(successor)
+            self.interruption.watch(self.running)
+        return successor is not None
+
+    def _note_end(self, process: BaseProcess) -> None:
+        if self.is_complete and self.workers.doing(process) == WAITS:
+            return  # there is no run any more into which it could be let
+        if self.workers.is_left_out(process):
+            self.left_out = self.left_out or _shell_code(process)
+        elif not process.exitcode:
+            self.is_complete = self.is_elastic
+        elif not self.first_failure:
+            self.first_failure = _exit_code(process)
+            self.deadline = time.monotonic() + GRACE_SECONDS
+
+    def _tell(self, ranks: dict[BaseProcess, int | None]) -> None:
+        """Let the other ranks know why these have failed, and end what they have left behind."""
+        for process, rank in ranks.items():
+            if (
+                process.exitcode
+                and process.exitcode != Interrupted.exit_code
+                and self.store_answers
+                and rank is not None
+            ):
+                place = replace(self.workers.places[process], board=self.workers.board)
+                self.store_answers = _tell(place, rank, self.workers.cause(process), process.pid)
+        if any(process.exitcode for process in ranks):
+            orphans.end(self.workers.known)
+
+    def _may_end(self, overdue: list[BaseProcess]) -> bool:
+        """End those that have been stopped for too long, where others take their places; else say who they are."""
+        who, long = " and ".join(process.name for process in overdue), f"{self.timeout_seconds:.0f} s (--timeout)"
+        if not self.may_replace:
+            why = f"{who} stopped for {long}, by SIGSTOP or Ctrl-Z"
+            say(f"error: {why}; ending all workers of this node", error=True)
+            return False
+        for process in overdue:
+            say(f"{process.name} stopped for {long}: ending it")
+            self.workers.stopped[process] = f"was stopped for {long}, and ended"
+            process.kill()
+        return True
 
 
 def _exit_code(process: BaseProcess) -> int:

@@ -39,6 +39,9 @@ from common.uneven.timer import StepTimer
 # keeps there. A script that holds the lock and ends at that moment aborts: "terminate called without an active
 # exception". The sleep gives the lock away.
 REST_SECONDS = 0.1
+# Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
+IS_NEWER = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+KEEP_BUFFERS = "forward_sync_buffers" if IS_NEWER else "broadcast_buffers"  # the option of DDP
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -149,34 +152,11 @@ def wrap(
             f"wrap() has no {', '.join(of_ddp)}: it chooses DistributedDataParallel's own options, and every forward "
             "must use all parameters (add `0.0 * parameter.sum()` to the loss where one is not used)"
         )
-    timer = batches.timer
-    require_same({"the plan": batches.plan, **description(net)})
-    if "the data" not in layout_dependent:
-        fix = (
-            "every rank must read the same data, in the same order. If the machines only decode them differently, name "
-        )
-        fix += "it in wrap(..., layout_dependent=['the data'])"
-        require_same({"the data": batches.data_fingerprint()}, fix)
-    refuse_strangers(net, layout_dependent)
-    refuse_batch_norm(net, layout_dependent)
-    if pad_empty_batch and needs_whole_parts(net):
-        raise UserError(
-            "wrap(..., pad_empty_batch=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let "
-            "the model take an empty batch, or use GroupNorm",
-            same_on_every_rank=True,
-        )
-    apart = nodes if nodes and nodes.is_on else None
+    timer, apart = batches.timer, nodes if nodes and nodes.is_on else None
+    _require_alike(net, batches, layout_dependent)
+    _refuse_together(needs_whole_parts(net), pad_empty_batch, no_micro_batches, is_apart=apart is not None)
     if apart:
-        if no_micro_batches or needs_whole_parts(net):
-            raise UserError(
-                "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
-                "every rank in every step: leave it out",
-                same_on_every_rank=True,
-            )
         apart.start(compress)
-    # Buffers are the same on every rank, which the guard checks: they need no broadcast before each forward.
-    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    keep_buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
     wrapped = UnevenDistributedDataParallel(
         EmptyPartsApart(net, compiled, pad_empty_batch) if compiled or pad_empty_batch else net,
         timer,
@@ -184,7 +164,7 @@ def wrap(
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         process_group=apart.group if apart else None,
-        **keep_buffers,
+        **{KEEP_BUFFERS: False},
     )
     sum_gradients = apart.sum_gradients if apart else gradient_sum(compress)
     wrapped.register_comm_hook((timer, wrapped.guard, sum_gradients), _sum_over_ranks)
@@ -199,6 +179,34 @@ def wrap(
     timer.models.add(wrapped)
     net.register_forward_pre_hook(say_noise)
     return wrapped
+
+
+def _require_alike(net: torch.nn.Module, batches: GlobalBatchLoader, layout_dependent: Collection[str]) -> None:
+    """Raise UserError for a plan, a model or data that are not the same on every rank, or that know the layout."""
+    require_same({"the plan": batches.plan, **description(net)})
+    if "the data" not in layout_dependent:
+        fix = "every rank must read the same data, in the same order. If the machines only decode them differently, "
+        fix += "name it in wrap(..., layout_dependent=['the data'])"
+        require_same({"the data": batches.data_fingerprint()}, fix)
+    refuse_strangers(net, layout_dependent)
+    refuse_batch_norm(net, layout_dependent)
+
+
+def _refuse_together(whole_parts: bool, pad_empty_batch: bool, no_micro_batches: bool, is_apart: bool) -> None:
+    """Raise UserError for options of `wrap` that exclude one another. `whole_parts`: a layer of the model needs the
+    global batch. `is_apart`: each node trains by itself."""
+    if whole_parts and pad_empty_batch:
+        raise UserError(
+            "wrap(..., pad_empty_batch=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let "
+            "the model take an empty batch, or use GroupNorm",
+            same_on_every_rank=True,
+        )
+    if is_apart and (no_micro_batches or whole_parts):
+        raise UserError(
+            "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
+            "every rank in every step: leave it out",
+            same_on_every_rank=True,
+        )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Gradients that a step would leave out, or use before they are summed; and buffers that training changes."""
+"""Gradients that a step would leave out, or use before they are summed."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.uneven.guards.same import require_same_network
-from common.uneven.guards.words import is_named, shown
-from common.uneven.options.global_batch import GlobalBatchNorm, needs_whole_parts
+from common.uneven.guards.state import ModelState
+from common.uneven.guards.words import shown
+from common.uneven.options.global_batch import needs_whole_parts
 from common.uneven.timer import StepTimer
 
 IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
@@ -32,28 +33,19 @@ class Guard:
         self.parameters, self.layers = list(net.named_parameters()), list(net.named_modules())
         self.round = 0  # of the timer's, in which all was looked at last
         self.needs_whole_parts = whole_parts or needs_whole_parts(net)
-        self.may_keep = layout_dependent
-        self.may_change = {
-            f"{name}.{buffer}".lstrip(".")
-            for name, layer in self.layers
-            for buffer, _ in layer.named_buffers(recurse=False)
-            if isinstance(layer, GlobalBatchNorm) or is_named(f"{name}.{buffer}".lstrip("."), layout_dependent)
-        }
+        self.state = ModelState(self.layers, layout_dependent)
         self.noted: dict[str, tuple[int, int]] = {}  # gradients after the last micro-batch, within a step
         # As backward has left them. The first steps suffice: who changes gradients there does so in every step.
         self.left: dict[str, tuple[int, int]] = {}
         self.hooked_steps = HOOKED_STEPS
         self.exchanges = 0  # within a micro-batch
-        self.kept: dict[str, tuple[torch.Tensor | None, float]] = {}  # that the model keeps, after the last step
-        self.changed: set[str] = set()  # those of them that this step has changed
         self.has_trained = False  # in training mode
 
     def watch(self, timer: StepTimer, ranks: Any) -> None:
         """Begin, once DDP has sent rank 0's buffers. `ranks` is the process group that gradients are summed over."""
         self.timer, self.ranks, self.models = timer, ranks, timer.models
         self.number = len(self.models) + 1  # in the order of `wrap`
-        # The buffers themselves: the number of one that was replaced may be that of the next.
-        self.buffers = {name: (buffer, version) for name, buffer, version in self._buffer_versions()}
+        self.state.begin()
         self.trained = {name: one for name, one in self.parameters if one.requires_grad}
         self.hooks = [
             one.register_post_accumulate_grad_hook(partial(self._note_left, name))
@@ -111,9 +103,9 @@ class Guard:
         changed."""
         self.require_all_reached(all_reduced)
         if self.looks:
-            self.require_same_buffers()
+            self.state.require_same_buffers()
         if self.hooked_steps >= 0:
-            self.say_changed_tensors()
+            self.state.say_changed_tensors(is_last_look=self.hooked_steps == 0)
         self.round = self.timer.round
 
     def require_no_gradients(self, same_step: bool) -> None:
@@ -137,13 +129,6 @@ class Guard:
                 stacklevel=2,
             )
         self.has_trained = self.net.training
-
-    def _buffer_versions(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        for layer_name, layer in self.layers:
-            for own_name, buffer in layer._buffers.items():  # named_buffers() takes five times as long
-                name = f"{layer_name}.{own_name}".lstrip(".")
-                if buffer is not None and name not in self.may_change:
-                    yield name, buffer, buffer._version
 
     def require_whole_part(self, is_last: bool) -> None:
         """Raise UserError if a part is cut into micro-batches, and a layer needs the statistics of the whole."""
@@ -223,49 +208,6 @@ class Guard:
                 "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile, or, if one loss "
                 "trains both, make them one module and wrap that"
             )
-
-    def require_same_buffers(self) -> None:
-        """Raise UserError if training has changed a buffer since `wrap`."""
-        changed = []
-        for name, buffer, version in self._buffer_versions():
-            before, version_before = self.buffers.get(name, (None, 0))
-            if buffer is not before or version != version_before:
-                changed.append(name)
-        if changed:
-            raise UserError(
-                f"training changes the buffer {shown(changed)}: by each rank's own samples, the result would depend on "
-                "the layout, and a checkpoint would have rank 0's. Compute it from the global batch (see "
-                "common.uneven.options.global_batch), and if that is done, or does not matter, name it in "
-                "wrap(..., layout_dependent=[...])"
-            )
-
-    def say_changed_tensors(self) -> None:
-        """Warn of a tensor or number that the model keeps, no buffer, where two steps in a row have changed it."""
-        kept = {name: (one, version) for name, one, version in _kept(self.layers)}
-        before = {name: self.kept.get(name, (None, 0)) for name in kept}
-        changed = {name for name in kept if kept[name][0] is not before[name][0] or kept[name][1] != before[name][1]}
-        if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
-            warnings.warn(
-                f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
-                "checkpoint has it, and what each rank makes of its own samples depends on the layout. If it is only "
-                "looked at, name it in wrap(..., layout_dependent=[...])",
-                stacklevel=2,
-            )
-            self.hooked_steps = -1
-        self.kept, self.changed = (kept, changed) if self.hooked_steps > 0 else ({}, set())
-
-
-def _kept(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor | None, float]]:
-    """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples and lists; of a number, None
-    and the number itself. What belongs to the graph of a forward is none: it goes with it."""
-    for layer_name, layer in layers:
-        for own_name, value in vars(layer).items():
-            for number, one in enumerate(value if isinstance(value, tuple | list) else [value]):
-                name = f"{layer_name}.{own_name}".lstrip(".") + ("" if one is value else f"[{number}]")
-                if isinstance(one, torch.Tensor) and not one.requires_grad:
-                    yield name, one, one._version
-                elif type(one) in (int, float):
-                    yield name, None, one
 
 
 def _summed_twice() -> UserError:

@@ -1,0 +1,84 @@
+"""What training must leave alone in a model: its buffers, and what it keeps outside of parameters and buffers."""
+
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from common.errors import UserError
+from common.uneven.guards.words import is_named, shown
+from common.uneven.options.global_batch import GlobalBatchNorm
+
+
+class ModelState:
+    """The buffers and other tensors of a wrapped model, whose layers are listed by name."""
+
+    def __init__(self, layers: list[tuple[str, torch.nn.Module]], layout_dependent: Collection[str]):
+        self.layers, self.may_keep = layers, layout_dependent
+        self.may_change = {
+            f"{name}.{buffer}".lstrip(".")
+            for name, layer in layers
+            for buffer, _ in layer.named_buffers(recurse=False)
+            if isinstance(layer, GlobalBatchNorm) or is_named(f"{name}.{buffer}".lstrip("."), layout_dependent)
+        }
+        self.kept: dict[str, tuple[torch.Tensor | None, float]] = {}  # that the model keeps, after the last step
+        self.changed: set[str] = set()  # those of them that this step has changed
+        self.has_warned = False
+
+    def begin(self) -> None:
+        """From now on no buffer may change."""
+        # The buffers themselves: the number of one that was replaced may be that of the next.
+        self.buffers = {name: (buffer, version) for name, buffer, version in self._buffer_versions()}
+
+    def require_same_buffers(self) -> None:
+        """Raise UserError if training has changed a buffer since `wrap`."""
+        changed = []
+        for name, buffer, version in self._buffer_versions():
+            before, version_before = self.buffers.get(name, (None, 0))
+            if buffer is not before or version != version_before:
+                changed.append(name)
+        if changed:
+            raise UserError(
+                f"training changes the buffer {shown(changed)}: by each rank's own samples, the result would depend on "
+                "the layout, and a checkpoint would have rank 0's. Compute it from the global batch (see "
+                "common.uneven.options.global_batch), and if that is done, or does not matter, name it in "
+                "wrap(..., layout_dependent=[...])"
+            )
+
+    def say_changed_tensors(self, is_last_look: bool) -> None:
+        """Warn once of a tensor or number that the model keeps, no buffer, where two steps in a row have changed it.
+        Call it after each of the first steps."""
+        if self.has_warned:
+            return
+        kept = {name: (one, version) for name, one, version in _kept(self.layers)}
+        before = {name: self.kept.get(name, (None, 0)) for name in kept}
+        changed = {name for name in kept if kept[name][0] is not before[name][0] or kept[name][1] != before[name][1]}
+        if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
+            warnings.warn(
+                f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
+                "checkpoint has it, and what each rank makes of its own samples depends on the layout. If it is only "
+                "looked at, name it in wrap(..., layout_dependent=[...])",
+                stacklevel=2,
+            )
+            self.has_warned = True
+        self.kept, self.changed = ({}, set()) if is_last_look or self.has_warned else (kept, changed)
+
+    def _buffer_versions(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        for layer_name, layer in self.layers:
+            for own_name, buffer in layer._buffers.items():  # named_buffers() takes five times as long
+                name = f"{layer_name}.{own_name}".lstrip(".")
+                if buffer is not None and name not in self.may_change:
+                    yield name, buffer, buffer._version
+
+
+def _kept(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor | None, float]]:
+    """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples and lists; of a number, None
+    and the number itself. What belongs to the graph of a forward is none: it goes with it."""
+    for layer_name, layer in layers:
+        for own_name, value in vars(layer).items():
+            for number, one in enumerate(value if isinstance(value, tuple | list) else [value]):
+                name = f"{layer_name}.{own_name}".lstrip(".") + ("" if one is value else f"[{number}]")
+                if isinstance(one, torch.Tensor) and not one.requires_grad:
+                    yield name, one, one._version
+                elif type(one) in (int, float):
+                    yield name, None, one
