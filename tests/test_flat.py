@@ -18,7 +18,9 @@ KEPT = """        import gc, json, os
             gc.collect()
             folders = {"descriptors": "/proc/self/fd", "threads": "/proc/self/task"}
             counts = {name: len(os.listdir(folder)) for name, folder in folders.items()}
-            counts |= {"objects": len(gc.get_objects()), "keys of the store": run.group.store.num_keys()}
+            # the last changes of the shares, and times: how many depends on how busy the machine is
+            remembered = len(run.batches.plan.changes) + 3 * len(run.balancer.speeds.windows)
+            counts |= {"objects": len(gc.get_objects()) - remembered, "keys of the store": run.group.store.num_keys()}
             kept.append(counts)
             open(f"FOLDER/kept-{worker.rank}.json", "w").write(json.dumps(kept))
 """
@@ -39,5 +41,5 @@ def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
     for of_rank in kept:
         counts = [one[what] for one in of_rank]
         early, late = counts[10:35], counts[-10:]  # connections come and go
-        more = 8 if what == "objects" else 0  # a plan keeps changes of the shares, of which there are few
+        more = 8 if what == "objects" else 0  # what torch keeps of some of its calls
         assert min(late) <= max(early) + more, counts

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common.console import say
 from common.elastic.membership import Membership, address_of
-from common.elastic.standby import Visit, posted_run, reach
+from common.elastic.standby import Visit, posted_run, reach, reach_unless_dead
 from common.errors import RunError, UserError
 from common.join import network
 from common.join.ended import CURRENT
@@ -26,6 +26,7 @@ from common.launch.values import is_folder
 
 ADDRESSES = "members.txt"  # in the folder of a run
 LISTEN_SECONDS = 2.0  # for a machine to accept a connection
+BUSY_SECONDS = 10.0  # for a run whose cores are all busy to answer
 ANNOUNCE_SECONDS = 5.0  # after its ranks have joined, for a run with --elastic to say where its members are
 SEE = "the log of the run shows the address, at its line `members`"
 FIND_SECONDS = 15.0  # a run that is to end
@@ -100,7 +101,7 @@ def _require_run(flag: str, address: str) -> None:
     host, port = host_and_port(address)
     if not network.resolve(host):
         raise UserError(f"{flag} {address}: {socket.gethostname()} cannot resolve {host}: give a name or an address")
-    store = reach(f"{host} {port}")
+    store = reach_unless_dead(f"{host} {port}", time.monotonic() + BUSY_SECONDS)
     if store is None:
         raise UserError(f"{flag} {address}: {_nothing(host, port)}")
     if not store.check([HOST]) and not leader_in(store):
@@ -122,12 +123,12 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
     leader, _ = find(flag, address, secret, seconds)
     until = time.monotonic() + STOP_SECONDS
     while time.monotonic() < until:
-        store = reach(leader)
-        if store is None:
+        store = reach_unless_dead(leader, until)
+        if store is None and time.monotonic() < until:
             return "the run has ended"
         with suppress(RuntimeError):  # the rank that led has ended: another one may lead
-            verdict = _ask(store, secret, until - time.monotonic())
-            return verdict["ended"]
+            if store is not None:
+                return _ask(store, secret, until - time.monotonic())["ended"]
         with suppress(UserError):
             leader, _ = find(flag, address, secret, seconds)
     raise RunError(f"{flag} {address}: the run has not ended within {STOP_SECONDS:.0f} s: see its log")

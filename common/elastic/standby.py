@@ -24,6 +24,7 @@ from common.join.store import connect, serve_at, split
 
 ANSWER_SECONDS = 1.0  # for a store to answer
 REACH_SECONDS = 0.5  # for a machine to accept a connection
+PAUSE_SECONDS = 0.05  # between two attempts
 ALIVE, DEAD, SILENT = "alive", "dead", "silent"
 
 
@@ -140,6 +141,7 @@ def reach_unless_dead(address: str, until: float) -> dist.Store | None:
     while (store := reach(address)) is None:
         if time.monotonic() > until or states([address]) == [DEAD]:
             return None
+        time.sleep(PAUSE_SECONDS)
     return store
 
 
