@@ -204,7 +204,7 @@ class _Watch:
                     replaced.append(process)
                 else:
                     self._note_end(process)
-            self._tell(ranks)
+            self._tell_why(ranks)
             self.workers.forget(replaced)
             if (overdue := self.stopped.look(self.running)) and not self._may_end(overdue):
                 return self.first_failure or 1
@@ -260,15 +260,11 @@ class _Watch:
             self.first_failure = _exit_code(process)
             self.deadline = time.monotonic() + GRACE_SECONDS
 
-    def _tell(self, ranks: dict[BaseProcess, int | None]) -> None:
+    def _tell_why(self, ranks: dict[BaseProcess, int | None]) -> None:
         """Let the other ranks know why these have failed, and end what they have left behind."""
         for process, rank in ranks.items():
-            if (
-                process.exitcode
-                and process.exitcode != Interrupted.exit_code
-                and self.store_answers
-                and rank is not None
-            ):
+            failed = process.exitcode not in (0, Interrupted.exit_code)
+            if failed and rank is not None and self.store_answers:
                 place = replace(self.workers.places[process], board=self.workers.board)
                 self.store_answers = _tell(place, rank, self.workers.cause(process), process.pid)
         if any(process.exitcode for process in ranks):
