@@ -161,9 +161,8 @@ def _blocks(lines: Iterable[str]) -> Iterator[str]:
 def _lines(file: Path, advance: Callable[[int], object]) -> Iterator[str]:
     """The lines of a file; one that is longer than the limit comes in several pieces."""
     wrong = f"--corpus {file}, line {{}} is not UTF-8 text: convert it, or leave it out"
-    decoder = codecs.getincrementaldecoder(
-        "utf-8"
-    )()  # the limit may cut a character in two: the decoder keeps its first part
+    # The limit may cut a character in two: the decoder keeps its first part.
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with reading(file, f"--corpus {file}"), file.open("rb") as stream:
         number = 1
         while piece := stream.readline(LONGEST_DOCUMENT):
