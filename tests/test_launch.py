@@ -60,6 +60,17 @@ def test_a_killed_worker_ends_its_node_with_its_name(command):
     assert all_gone(processes)
 
 
+def test_a_supervisor_that_sees_all_ends_at_once_names_the_one_that_was_killed(command):
+    """As on a busy machine: the others have ended because of that one before the supervisor gets a turn."""
+    processes, supervisor = ranks(command), psutil.Process(command.processes[0].pid)
+    stop(supervisor)
+    processes[-1].send_signal(signal.SIGKILL)
+    wait_until(lambda: all(process.status() == psutil.STATUS_ZOMBIE for process in processes))
+    supervisor.resume()
+    (result,) = command.results()
+    assert result.code == 137 and "rank 2 was ended by SIGKILL" in result.output, result.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_command_takes_its_workers_along(command, number):
     processes = ranks(command)

@@ -29,7 +29,8 @@ from common.launch.layout import Worker
 
 Found = TypeVar("Found")
 MEET = "lost/meet"
-CAUSE_SECONDS = 0.5  # after which a process that has ended here is posted without a cause
+READ_SECONDS = 5.0  # for a supervisor to read the exit code of a process that has ended here, on a busy machine
+CAUSE_SECONDS = 1.0  # after that, for it to post the cause
 SEARCH_SECONDS = 3.0  # in which the ranks that wait in a collective all notice that contact was lost
 SEARCH_LATE_SECONDS = 1.0  # the same, where a rank has waited for --timeout already
 ANSWER_SECONDS = 1.0  # for the store, after that
@@ -159,12 +160,14 @@ class _Search:
         self.unread: set[int] = set()  # numbers of posts that have been begun
         self.counted = 0
         self.store_answers, self.is_mistake = True, False
-        self.began = time.monotonic()
+        self.began = self.read_at = time.monotonic()  # when exit codes of processes that have ended here were read
+        self.waits_for_cause = False  # of one of them
+        self.most_seconds = max(SEARCH_SECONDS, READ_SECONDS + CAUSE_SECONDS)
 
     def run(self) -> ExplainedError:
         """What this rank can say about the lost one. A thread makes the requests to the store, because the store of a
         frozen rank 0 never answers."""
-        found = within(SEARCH_SECONDS + ANSWER_SECONDS, self._search)
+        found = within(self.most_seconds + ANSWER_SECONDS, self._search)
         self.store_answers = bool(found)
         kind = UserError if self.is_mistake else RankLost
         return kind(found or self._without_store(is_gone=False))
@@ -179,7 +182,7 @@ class _Search:
         try:
             number = self.store.add("lost/survivor", 1)
             self.store.set(f"lost/survivor/{number}", json.dumps({"rank": self.worker.rank, **self.known}))
-            poll(lambda: self._find_ended() or self._has_waited, SEARCH_SECONDS)
+            poll(lambda: self._find_ended() or self._has_waited, self.most_seconds)
             if causes := self._find_ended():
                 self.lost, self.is_mistake = sorted(causes), self.store.check(["lost/mistake"])
                 return ended_in_words(self.views, causes)
@@ -189,9 +192,10 @@ class _Search:
 
     @property
     def _has_waited(self) -> bool:
-        """Has a survivor waited for --timeout, and have all had a second since then to post?"""
+        """Have all had their time to post: a second, where a survivor has waited for --timeout before?"""
         is_late = any(one["late"] for one in self._read_survivors().values())
-        return is_late and time.monotonic() - self.began > SEARCH_LATE_SECONDS
+        seconds = SEARCH_LATE_SECONDS if is_late else SEARCH_SECONDS
+        return not self.waits_for_cause and time.monotonic() - self.began > seconds
 
     def _read_survivors(self) -> dict[int, dict]:
         """What each survivor's error says, by rank. Each is read once: a request takes long on a slow link."""
@@ -212,9 +216,13 @@ class _Search:
         gone = [rank for rank in here if not runs_here(self.views[rank], space)]
         causes, survivors = ended.posted(self.store), self._read_survivors()
         unexplained = [rank for rank in gone if rank not in survivors and rank not in causes]
+        now = time.monotonic()
+        if any(_status(self.views[rank]["pid"]) == psutil.STATUS_ZOMBIE for rank in unexplained):
+            self.read_at = min(now, self.began + READ_SECONDS)
+        self.waits_for_cause = bool(unexplained) and now - self.read_at < CAUSE_SECONDS
         if unexplained:
-            if time.monotonic() - self.began < CAUSE_SECONDS:
-                return {}  # its supervisor may post the cause
+            if self.waits_for_cause:
+                return {}
             for rank in unexplained:
                 ended.post(self.store, rank, "")
         return {rank: cause for rank, cause in ended.posted(self.store).items() if rank not in self._read_survivors()}
@@ -293,7 +301,11 @@ def runs_here(view: dict, pid_space: str) -> bool:
 
 def _is_running(pid: int) -> bool:
     """False also for a process that has ended, but whose parent has not read its exit code yet."""
+    return _status(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def _status(pid: int) -> str:
     try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return psutil.STATUS_DEAD

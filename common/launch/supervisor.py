@@ -230,14 +230,15 @@ class _Watch:
         return True
 
     def _ended(self) -> list[BaseProcess]:
-        """The workers that have ended since, after a second at the latest."""
+        """The workers that have ended since, after a second at the latest. Those that a signal has ended are first: the
+        others may have ended because of them."""
         ready = wait([process.sentinel for process in self.running], timeout=LOOK_SECONDS)
         for process in self.running:
             if process.sentinel in ready:
                 process.join(LOOK_SECONDS)  # its files are closed, but its exit code may take a moment
         ended = [process for process in self.running if process.exitcode is not None]
         self.running = [process for process in self.running if process not in ended]
-        return ended
+        return sorted(ended, key=lambda process: (process.exitcode or 0) >= 0)
 
     def _replace(self, process: BaseProcess) -> bool:
         """Start another process for this one, if it is to be replaced. After the first end that is no failure, and
