@@ -289,3 +289,22 @@ def test_a_rank_with_work_of_its_own_after_the_loop_takes_its_time(tmp_path):
                 time.sleep(0.02)"""
     for result in playing_body(LEAVES.format(leaver=0, held="", others=late), tmp_path).results():
         assert result.code == 0 and "error" not in result.output, result.output
+
+
+ASKED_FOR = """
+    for turn in (0, 2):
+        while worker.is_main and not group.store.check([f"turn/rank 0/{turn}/heartbeat/0"]):
+            time.sleep(0.01)  # until the other one has asked for a heartbeat, of which there will be none
+        with group.others_wait("rank 0"):
+            pass
+        with group.first_on_node("both"):
+            pass
+    dist.barrier()
+    assert not group.store.check(["turn/rank 0/0/heartbeat/0"])
+"""
+
+
+def test_a_heartbeat_that_is_asked_for_before_there_is_one_leaves_nothing_in_the_store(tmp_path):
+    script = write_trainer(tmp_path, ASKED_FOR, "from common.join import turn\n\nturn.HEARTBEAT_SECONDS = 0.1")
+    results = playing(script, nodes_of((2,), tmp_path), tmp_path).results()
+    assert [result.code for result in results] == [0], results[0].output

@@ -214,7 +214,9 @@ class _Watch:
             raise RankLost(ended_in_words(self.views, causes))
         now = time.monotonic()
         for rank, (count, since) in self.beats.items():
-            if (beats := self.turn.store.add(f"heartbeat/{rank}", 0)) != count:
+            # A store makes each key that it is asked for.
+            key = self.turn.written.writes(f"heartbeat/{rank}")
+            if (beats := self.turn.store.add(key, 0)) != count:
                 self.beats[rank] = beats, now
             elif now - since > self.turn.timeout_seconds:
                 silence = f"has had no heartbeat for {self.turn.timeout_seconds:.0f} s (--timeout)"
