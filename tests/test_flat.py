@@ -41,5 +41,5 @@ def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
     for of_rank in kept:
         counts = [one[what] for one in of_rank]
         early, late = counts[10:35], counts[-10:]  # connections come and go
-        more = 8 if what == "objects" else 0  # what torch keeps of some of its calls
+        more = 8 if what == "objects" else 0  # they come and go
         assert min(late) <= max(early) + more, counts

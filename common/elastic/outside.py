@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common.console import say
 from common.elastic.membership import Membership, address_of
-from common.elastic.standby import Visit, posted_run, reach, reach_unless_dead
+from common.elastic.standby import DEAD, Visit, posted_run, reach, reach_unless_dead, states
 from common.errors import RunError, UserError
 from common.join import network
 from common.join.ended import CURRENT
@@ -123,11 +123,14 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
     leader, _ = find(flag, address, secret, seconds)
     until = time.monotonic() + STOP_SECONDS
     while time.monotonic() < until:
-        store = reach_unless_dead(leader, until)
-        if store is None and time.monotonic() < until:
+        store = reach_unless_dead(leader, time.monotonic() + BUSY_SECONDS)
+        if store is None and states([leader]) == [DEAD]:
             return "the run has ended"
-        with suppress(RuntimeError):  # the rank that led has ended: another one may lead
-            if store is not None:
+        if store is None:
+            left = until - time.monotonic()
+            say(f"the rank that leads the run does not answer: asking again, for at most {left:.0f} s")
+        else:
+            with suppress(RuntimeError):  # the rank that led has ended: another one may lead
                 return _ask(store, secret, until - time.monotonic())["ended"]
         with suppress(UserError):
             leader, _ = find(flag, address, secret, seconds)

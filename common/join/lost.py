@@ -160,8 +160,9 @@ class _Search:
         self.unread: set[int] = set()  # numbers of posts that have been begun
         self.counted = 0
         self.store_answers, self.is_mistake = True, False
-        self.began = self.read_at = time.monotonic()  # when exit codes of processes that have ended here were read
-        self.waits_for_cause = False  # of one of them
+        self.began = time.monotonic()
+        self.read_at = self.began  # until then, nobody had read the exit code of a process that has ended here
+        self.waits_for_cause = False  # of its end
         self.most_seconds = max(SEARCH_SECONDS, READ_SECONDS + CAUSE_SECONDS)
 
     def run(self) -> ExplainedError:

@@ -12,7 +12,8 @@ CLEAR_GAIN = 0.9  # of it, below which the first windows are enough
 FEW_WINDOWS = 4  # of which noise is not known
 SURE = 3.0  # standard errors that a change of a speed, or a gain, must be larger than
 WINDOWS = 20  # windows kept
-CHANGES = {2: 1.7, 3: 1.2}  # windows in a row -> the factor by which a rank's part of the speed is another one
+# windows in a row -> the factor by which they differ from those before, where the speed has changed
+CHANGES = {2: 1.7, 3: 1.2}
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
