@@ -1,10 +1,13 @@
 """Strangers: the store listens where it must only, and a process without the job's secret is not let in."""
 
+import os
+import subprocess
+
 import psutil
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import MNIST, Node, nodes_of, playing, wait_until, write_trainer
+from tests.harness import MNIST, ROOT, Node, nodes_of, playing, wait_until, write_trainer
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -77,3 +80,16 @@ def test_the_printed_command_of_the_other_node_names_the_secret_file(tmp_path):
     results = pair(tmp_path, ("--secret-file", path), ("--secret-file", path))
     line = next(line for line in results[0].output.splitlines() if "on node 1 run:" in line)
     assert f"--secret-file {path}" in line
+
+
+def test_a_task_of_slurm_whose_folder_takes_no_secret_ends_and_says_so(tmp_path):
+    folder = tmp_path / "runs" / "slurm-7"
+    folder.mkdir(parents=True)
+    (folder / ".secret").touch()  # as a full disk leaves it
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")  # 30 s, at once
+    (tmp_path / "sleep").chmod(0o755)
+    place = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MIN": "0"}
+    environment = os.environ | place | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "launch_scripts" / "slurm_elastic.sbatch", MNIST]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "runs/slurm-7/.secret is still empty after 30 s" in done.stderr, done

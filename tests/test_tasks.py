@@ -520,7 +520,7 @@ ODD_TEXTS = [
     (table(*many("text {n},x{odd}"), "a,NaN"), "a label is NaN, as pandas writes one that is missing"),
     (table(*many("text {n},{odd}"), "a,0.25"), "a label is 0.25: each number counts as a class, whatever its size"),
     (table(*many("text {n},{odd}"), "a,1.0"), "one number is written in several ways, each a class: 1, 1.0"),
-    ("text,more,label\na,b c d,1\nb,e f g,2\n", "column more holds text too, and is not read: --text-column text more"),
+    ("text,more,label\na,b c d,1\nb,e f g,2\n", "column more holds text too, and is not read: --text-column text,more"),
 ]
 
 

@@ -97,7 +97,7 @@ def odd_columns(options: DataOptions, sources: Mapping[str, str]) -> Iterator[st
     names = {*read, next((name for name in options.label_columns if name in row), None)}
     for name in [name for name, value in row.items() if isinstance(value, str) and len(value.split()) > 2]:
         if name not in names:
-            yield f"{place}: column {name} holds text too, and is not read: --text-column {read[0]} {name} reads both"
+            yield f"{place}: column {name} holds text too, and is not read: --text-column {read[0]},{name} reads both"
 
 
 def has_unlabelled_test(options: DataOptions, sources: Mapping[str, str]) -> bool:
