@@ -11,7 +11,7 @@ SILENCE = 8  # seconds of --timeout, once all are connected, which may take long
 IMPORTS = """
 from dataclasses import replace
 import common.join.process_group as joining
-from common.join import lost
+from common.join import ended, lost
 from common.join.turn import Turn
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
@@ -92,6 +92,18 @@ LEAVES = """
         {held}
         if worker.rank != {leaver}:
             {others}
+"""
+
+DOUBLE = """
+        joining.LEAVE_SECONDS = 3600.0  # for which rank 0 stays
+        if worker.is_main:  # as the supervisor of a node does that was started twice
+            ended.post(group.store, 1, "ended with exit code 2", pid=1)
+        dist.barrier()
+        if worker.rank == 1:
+            def poll_late(*given):
+                time.sleep(1)  # a rank 0 that does not stay has time to end
+                return poll(*given)
+            poll, joining.poll = joining.poll, poll_late
 """
 
 
@@ -308,3 +320,8 @@ def test_a_heartbeat_that_is_asked_for_before_there_is_one_leaves_nothing_in_the
     script = write_trainer(tmp_path, ASKED_FOR, "from common.join import turn\n\nturn.HEARTBEAT_SECONDS = 0.1")
     results = playing(script, nodes_of((2,), tmp_path), tmp_path).results()
     assert [result.code for result in results] == [0], results[0].output
+
+
+def test_rank_0_stays_for_a_rank_of_which_another_process_has_ended(tmp_path):
+    results = playing_body(DOUBLE, tmp_path).results()
+    assert [result.code for result in results] == [0, 0, 0], [result.output for result in results]

@@ -169,7 +169,7 @@ def surviving(
             if isinstance(error, ExplainedError) and error.same_on_every_rank:
                 dismiss(members, error)
                 if not hasattr(error, "before_exit"):  # a turn waits until all know of its failure
-                    before_exit(error, partial(ended.leave, worker, store, LINGER_SECONDS))
+                    before_exit(error, partial(ended.leave, worker, views, store, LINGER_SECONDS))
             else:
                 within(ANSWER_SECONDS, partial(ended.post_error, store, worker.rank, error))
             raise
@@ -195,7 +195,9 @@ def _why(states: dict[int, str], views: list[dict], store: dist.Store) -> str:
         return "a connection was lost"
 
     def posted() -> dict[int, str]:
-        return poll(lambda: states.keys() <= (found := ended.posted(store)).keys() and found, CAUSE_SECONDS) or {}
+        return (
+            poll(lambda: states.keys() <= (found := ended.posted(store, views)).keys() and found, CAUSE_SECONDS) or {}
+        )
 
     causes = within(ANSWER_SECONDS, posted) or {}
     silent = {SILENT: "does not answer", ALIVE: "did not stop its step within --timeout"}

@@ -35,23 +35,23 @@ def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
     post(store, rank, cause_of(error), is_mistake=isinstance(error, UserError))
 
 
-def posted(store: dist.Store, views: Sequence[dict] = ()) -> dict[int, str]:
-    """The cause of each rank that has been posted, in the order of the posts. With the `views` of all ranks, only of
-    those that are these processes: a supervisor may post after the members have changed (--elastic)."""
+def posted(store: dist.Store, views: Sequence[dict]) -> dict[int, str]:
+    """The cause of each rank that has been posted, in the order of the posts. `views` are those of all ranks: the end
+    of another process does not count, such as one of a node that was started twice, which its supervisor posts too."""
     causes: dict[int, str] = {}
     for number in range(1, store.add("lost/ended", 0) + 1):
         if store.check([f"lost/ended/{number}"]):
             found = json.loads(store.get(f"lost/ended/{number}"))
             pids = {None, *(view["pid"] for view in views if view["rank"] == found["rank"])}
-            if views and found["pid"] not in pids:
+            if found["pid"] not in pids:
                 continue
             causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
     return causes
 
 
-def running(store: dist.Store, worker: Worker) -> list[int]:
+def running(store: dist.Store, worker: Worker, views: Sequence[dict]) -> list[int]:
     """The ranks whose end nobody has posted; of this one, which is still here, that does not count."""
-    gone = posted(store).keys() - {worker.rank}
+    gone = posted(store, views).keys() - {worker.rank}
     return [rank for rank in range(worker.world_size) if rank not in gone]
 
 
@@ -60,12 +60,15 @@ def all_have(name: str, store: dist.Store, ranks: Sequence[int]) -> bool:
     return store.check([f"{name}/{rank}" for rank in ranks])
 
 
-def leave(worker: Worker, store: dist.Store, seconds: float, lost: Sequence[int] = ()) -> None:
+def leave(worker: Worker, views: Sequence[dict], store: dist.Store, seconds: float, lost: Sequence[int] = ()) -> None:
     """Note that this rank no longer needs the store. Rank 0, whose process may serve it, first waits for the others,
     except for those `lost`, to be done with it or to have ended: for at most `seconds`."""
     store.set(f"left/{worker.rank}", "")
     if worker.is_main:
-        poll(lambda: all_have("left", store, [rank for rank in running(store, worker) if rank not in lost]), seconds)
+        poll(
+            lambda: all_have("left", store, [rank for rank in running(store, worker, views) if rank not in lost]),
+            seconds,
+        )
 
 
 def cause_of(error: BaseException) -> str:

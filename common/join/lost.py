@@ -89,7 +89,7 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, conne
         yield
     except (Exception, KeyboardInterrupt) as error:
         if not is_contact_lost(error):
-            _let_know(worker, store, connections, error)
+            _let_know(worker, views, store, connections, error)
             raise
         connections.close()
         search = _Search(worker, views, store, str(error))
@@ -98,7 +98,9 @@ def naming_lost_rank(worker: Worker, views: list[dict], store: dist.Store, conne
         raise explained from None
 
 
-def _let_know(worker: Worker, store: dist.Store, connections: Connections, error: BaseException) -> None:
+def _let_know(
+    worker: Worker, views: list[dict], store: dist.Store, connections: Connections, error: BaseException
+) -> None:
     """This rank ends with an error of its own: the others are to learn of it, and rank 0 stays until they have."""
     is_known = getattr(error, "same_on_every_rank", False)  # each rank raises it by itself
     if worker.world_size > 1 and not is_known:
@@ -107,7 +109,7 @@ def _let_know(worker: Worker, store: dist.Store, connections: Connections, error
     def linger() -> None:
         if not is_known:
             connections.close()  # the ranks that wait in a collective notice it now
-        ended.leave(worker, store, LINGER_SECONDS)
+        ended.leave(worker, views, store, LINGER_SECONDS)
 
     if isinstance(error, Exception) and not hasattr(error, "before_exit"):  # a turn waits until all know of its failure
         before_exit(error, linger)
@@ -177,7 +179,7 @@ class _Search:
         """Rank 0 waits until the other survivors no longer need the store."""
         if not self.store_answers:
             return  # this request would not be answered either, and hold this rank for --timeout
-        ended.leave(self.worker, self.store, LINGER_SECONDS, self.lost)
+        ended.leave(self.worker, self.views, self.store, LINGER_SECONDS, self.lost)
 
     def _search(self) -> str:
         try:
@@ -215,7 +217,7 @@ class _Search:
         space = self.views[self.worker.rank]["pid_space"]
         here = [view["rank"] for view in self.views if view["pid_space"] == space]
         gone = [rank for rank in here if not runs_here(self.views[rank], space)]
-        causes, survivors = ended.posted(self.store), self._read_survivors()
+        causes, survivors = ended.posted(self.store, self.views), self._read_survivors()
         unexplained = [rank for rank in gone if rank not in survivors and rank not in causes]
         now = time.monotonic()
         if any(_status(self.views[rank]["pid"]) == psutil.STATUS_ZOMBIE for rank in unexplained):
@@ -226,7 +228,11 @@ class _Search:
                 return {}
             for rank in unexplained:
                 ended.post(self.store, rank, "")
-        return {rank: cause for rank, cause in ended.posted(self.store).items() if rank not in self._read_survivors()}
+        return {
+            rank: cause
+            for rank, cause in ended.posted(self.store, self.views).items()
+            if rank not in self._read_survivors()
+        }
 
     def _describe_silent(self) -> str:
         """No process is known to have ended. Of the ranks that have posted nothing one is lost; others may be busy."""

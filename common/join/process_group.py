@@ -366,4 +366,4 @@ def disconnect(worker: Worker, joined: Joined, connections: Connections | None =
             if poll(lambda: others_have_lost_contact(joined.store), NOTICE_SECONDS):
                 raise UserError(f"this rank {LEFT_EARLY}")
         dist.destroy_process_group()
-        leave(worker, joined.store, LEAVE_SECONDS)
+        leave(worker, joined.views, joined.store, LEAVE_SECONDS)

@@ -192,7 +192,10 @@ class Turn:
     def _linger(self) -> None:
         """Rank 0 waits until all ranks know of the failure or have ended: the store may end with its process."""
         if self.worker.is_main:
-            poll(lambda: all_have("heard", self.store, running(self.store_of_all, self.worker)), LINGER_SECONDS)
+            poll(
+                lambda: all_have("heard", self.store, running(self.store_of_all, self.worker, self.views)),
+                LINGER_SECONDS,
+            )
 
 
 class _Watch:
