@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from common.launch.addresses import free_port
-from tests.harness import MNIST, ROOT, Node, nodes_of, playing, wait_until, write_trainer
+from tests.harness import MNIST, ROOT, TIMEOUT_SECONDS, Node, nodes_of, playing, wait_until, write_trainer
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -91,5 +91,7 @@ def test_a_task_of_slurm_whose_folder_takes_no_secret_ends_and_says_so(tmp_path)
     place = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_MIN": "0"}
     environment = os.environ | place | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", ROOT / "launch_scripts" / "slurm_elastic.sbatch", MNIST]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert done.returncode == 1 and "runs/slurm-7/.secret is still empty after 30 s" in done.stderr, done
