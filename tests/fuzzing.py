@@ -305,6 +305,7 @@ VIEW = {
     **{"rank": 1, "local_rank": 1, "original": 1, "nodes": 1, "node_rank": 0, "host": "a", "pid": 1, "pid_space": "x"},
     **{"device": "cpu", "gpu": "", "source": "-g 2", "addresses": {"own": "", "master": ""}, "problem": ""},
     **{"layout": {"world size": "2"}, "versions": {"torch": "2"}, "backend": {}, "flags": {}, "entry": 1, "nonce": "n"},
+    "process": "a x 1",
 }
 
 

@@ -11,7 +11,7 @@ SILENCE = 8  # seconds of --timeout, once all are connected, which may take long
 IMPORTS = """
 from dataclasses import replace
 import common.join.process_group as joining
-from common.join import ended, lost
+from common.join import ended, lost, view
 from common.join.turn import Turn
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
@@ -96,8 +96,9 @@ LEAVES = """
 
 DOUBLE = """
         joining.LEAVE_SECONDS = 3600.0  # for which rank 0 stays
-        if worker.is_main:  # as the supervisor of a node does that was started twice
-            ended.post(group.store, 1, "ended with exit code 2", pid=1)
+        if worker.is_main:  # as the supervisor of a node does that was started twice, here or in another container
+            for process in (view.process_name(1), f"another container {group.views[1]['pid']}"):
+                ended.post(group.store, 1, "ended with exit code 2", process)
         dist.barrier()
         if worker.rank == 1:
             def poll_late(*given):

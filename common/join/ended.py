@@ -1,7 +1,7 @@
 """Why a rank has ended: posted by the rank itself, by its supervisor, or by a rank of its machine that misses it.
 
 lost/ended      counts the posts
-    /ended/N    a rank, the cause and the process, as JSON; of several posts for a rank the first one counts
+    /ended/N    a rank, the cause and its process, as JSON; of several posts for a rank the first one counts
     /mistake    there where a rank has ended by a mistake of the user's
 left/RANK       this rank makes no more requests to the store
 """
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from common.errors import ExplainedError, UserError
 from common.join.store import connect, split
+from common.join.view import process_name
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
@@ -22,12 +23,13 @@ CONNECT_SECONDS = 1.0
 MOST_CHARACTERS = 300  # of a cause
 
 
-def post(store: dist.Store, rank: int, cause: str, pid: int | None = None, is_mistake: bool = False) -> None:
-    """Post why `rank` has ended, which was the process `pid`, and whether by the user's mistake. `store` is that of the
-    run."""
+def post(store: dist.Store, rank: int, cause: str, process: str = "", is_mistake: bool = False) -> None:
+    """Post why `rank` has ended, and whether by the user's mistake. `store` is that of the run. Whoever is not the rank
+    itself names the process that has ended (`process_name`)."""
     if is_mistake:
         store.set("lost/mistake", "")
-    store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps({"rank": rank, "cause": cause, "pid": pid}))
+    found = {"rank": rank, "cause": cause, "process": process}
+    store.set(f"lost/ended/{store.add('lost/ended', 1)}", json.dumps(found))
 
 
 def post_error(store: dist.Store, rank: int, error: BaseException) -> None:
@@ -42,10 +44,9 @@ def posted(store: dist.Store, views: Sequence[dict]) -> dict[int, str]:
     for number in range(1, store.add("lost/ended", 0) + 1):
         if store.check([f"lost/ended/{number}"]):
             found = json.loads(store.get(f"lost/ended/{number}"))
-            pids = {None, *(view["pid"] for view in views if view["rank"] == found["rank"])}
-            if found["pid"] not in pids:
-                continue
-            causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
+            processes = [view["process"] for view in views if view["rank"] == found["rank"]]
+            if found["process"] in ("", *processes):
+                causes[found["rank"]] = causes.get(found["rank"]) or found["cause"]
     return causes
 
 
@@ -78,7 +79,7 @@ def cause_of(error: BaseException) -> str:
     return f"failed: {': '.join(filter(None, (kind, first)))}"
 
 
-def tell(worker: Worker, rank: int, cause: str, pid: int | None) -> None:
+def tell(worker: Worker, rank: int, cause: str, pid: int) -> None:
     """Post why a worker has ended that was `rank` and the process `pid`, from its supervisor, where the job's own store
     can be reached: that of the rank that leads, once members have changed, otherwise that of --master-addr."""
     layout = worker.layout
@@ -91,5 +92,5 @@ def tell(worker: Worker, rank: int, cause: str, pid: int | None) -> None:
     for host, port in places:
         store = connect(host, port, CONNECT_SECONDS, gives_up=True)
         if store is not None and store.check([CURRENT]):
-            post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause, pid)
+            post(dist.PrefixStore(store.get(CURRENT).decode(), store), rank, cause, process_name(pid))
             return

@@ -36,6 +36,7 @@ def view_of(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_space": _pid_space(),
+        "process": process_name(os.getpid()),
         "device": f"{device} ({torch.cuda.get_device_name(device) if on_gpu else 'CPU'})",
         "gpu": gpu_of(device, options),
         "source": worker.layout.source,
@@ -59,7 +60,7 @@ def read_view(content: str) -> dict | None:
     """The view that was posted, or None for what is none: anyone who reaches the store can write into it."""
     try:
         view = json.loads(content)
-        texts = [view[name] for name in ("host", "source", "gpu", "problem", "device", "pid_space", "nonce")]
+        texts = [view[name] for name in ("host", "source", "gpu", "problem", "device", "pid_space", "process", "nonce")]
         numbers = [view[name] for name in ("rank", "local_rank", "original", "node_rank", "nodes", "pid", "entry")]
         sections = [view["addresses"], *(view[section] for section in COMPARED)]
         is_right = all(isinstance(one, str) for one in texts) and all(type(one) is int for one in numbers)
@@ -75,13 +76,24 @@ def _size(view: dict) -> bool:
     return size.isascii() and size.isdigit() and len(size) < 9 and 0 <= view["rank"] < int(size)
 
 
+def process_name(pid: int) -> str:
+    """Tells this process's pid from the same pid on another machine or in another container."""
+    return f"{socket.gethostname()} {_namespace()} {pid}"
+
+
 def _pid_space() -> str:
     """The same on two ranks if each can look up the other by its pid: containers on one machine may not."""
+    # A sandbox may show the /proc of another space, where this process has another number: nobody is looked up.
+    proc = Path("/proc/self")
+    is_foreign = proc.exists() and proc.readlink() != Path(str(os.getpid()))
+    return f"{_namespace()} {secrets.token_hex(8)}" if is_foreign else _namespace()
+
+
+def _namespace() -> str:
+    """In which pids are unique: a container's, or the machine's."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-        # A sandbox may show the /proc of another space, where this process has another number: nobody is looked up.
-        return space if Path("/proc/self").readlink() == Path(str(os.getpid())) else f"{space} {secrets.token_hex(8)}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # not Linux
         return socket.gethostname()
 

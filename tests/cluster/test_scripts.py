@@ -192,16 +192,20 @@ class Requeued:
     def trains(self) -> bool:
         return len(rows_so_far(self.run, "train")) > 20
 
+    def is_gone(self) -> bool:
+        return self.show("%T") == ""
+
     def goes_on(self) -> None:
         """Wait until it has been requeued, started again and ended."""
         wait_until(lambda: "interrupted: SIGUSR1 on rank" in self.log.read_text())
-        wait_until(lambda: self.show("%T") == "PENDING" or "resuming from" in self.log.read_text())
+        wait_until(lambda: self.show("%T") in ("PENDING", "") or "resuming from" in self.log.read_text())
         self.update("TimeLimit=10")
         # Slurm starts it again once `cred_expire` of slurm.sh is over
-        wait_until(lambda: "resuming from" in self.log.read_text())
+        wait_until(lambda: "resuming from" in self.log.read_text() or self.is_gone())
+        assert "resuming from" in self.log.read_text(), self.log.read_text()
         last = self.trainer.end(self.run)
-        wait_until(lambda: f"done     {last} steps" in self.log.read_text())
-        wait_until(lambda: self.show("%T") == "")  # it draws its curves after the last line
+        wait_until(self.is_gone)
+        assert f"done     {last} steps" in self.log.read_text(), self.log.read_text()
         assert len(losses(self.run)) == last, self.log.read_text()
 
 
@@ -214,6 +218,34 @@ def test_a_job_that_slurm_signals_is_requeued_and_goes_on_where_it_was(slurm, wa
     slurm("scancel", "--signal=USR1", signalled.number).result()
     limited.goes_on()
     signalled.goes_on()
+
+
+# Each rank ends as after a signal; rank 1 when srun has noticed that another one has ended.
+LEAVES_LATE = """
+import os, sys, time
+if os.environ.get("SLURM_RESTART_COUNT"):
+    sys.exit("started again")
+if os.environ["SLURM_PROCID"] == "1":
+    while "Exited with exit code 75" not in open(sys.argv[1]).read():
+        time.sleep(0.1)
+    time.sleep(1)  # what ends ranks at once has time to do so
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("name", ["slurm_even", "slurm_uneven"])
+def test_a_job_whose_ranks_leave_one_after_the_other_is_requeued(name, slurm, tmp_path):
+    program, log = tmp_path / "leaves.py", tmp_path / "log"
+    program.write_text(LEAVES_LATE)
+    command = ("sbatch", "--parsable", f"--output={log}", SCRIPTS / f"{name}.sbatch", program, log)
+    number = slurm(*command, PYTHON=str(PYTHON)).result().output.split()[-1]
+
+    def states() -> list[str]:
+        return slurm("squeue", "--noheader", "--format=%T", "--jobs", number).result().output.split()
+
+    wait_until(lambda: log.exists() and "Exited with exit code 75" in log.read_text())
+    wait_until(lambda: set(states()) <= {"PENDING"})  # of each component; there are none after the job's end
+    assert states() or "started again" in log.read_text(), log.read_text()
 
 
 def test_slurm_torchrun(slurm, tmp_path):
