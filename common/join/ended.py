@@ -24,8 +24,8 @@ MOST_CHARACTERS = 300  # of a cause
 
 
 def post(store: dist.Store, rank: int, cause: str, process: str = "", is_mistake: bool = False) -> None:
-    """Post why `rank` has ended, and whether by the user's mistake. `store` is that of the run. Whoever is not the rank
-    itself names the process that has ended (`process_name`)."""
+    """Post why `rank` has ended, and whether by the user's mistake. `store` is that of the run. A supervisor, whose
+    worker may not be the one that the others know as this rank, names the process that has ended (`process_name`)."""
     if is_mistake:
         store.set("lost/mistake", "")
     found = {"rank": rank, "cause": cause, "process": process}

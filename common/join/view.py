@@ -77,7 +77,7 @@ def _size(view: dict) -> bool:
 
 
 def process_name(pid: int) -> str:
-    """Tells this process's pid from the same pid on another machine or in another container."""
+    """Tells the process of this pid here from one of the same pid on another machine or in another container."""
     return f"{socket.gethostname()} {_namespace()} {pid}"
 
 

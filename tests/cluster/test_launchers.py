@@ -252,7 +252,7 @@ def test_accelerate(hosts, trains, trainer):
     ],
 )
 def test_srun(layout, options, slurm, trains, program):
-    trains("srun", layout, slurm("timeout", 280, "srun", "--wait=120", *of_each_part(options, program)))
+    trains("srun", layout, slurm("timeout", 280, "srun", "--wait=600", *of_each_part(options, program)))
 
 
 def of_each_part(options: str, program: list) -> list:
@@ -264,14 +264,14 @@ def of_each_part(options: str, program: list) -> list:
 def test_srun_with_a_host_file(slurm, trains, program):
     order = STATE / "tmp" / "order"
     order.write_text("nodeb\nnodea\nnodea\nnodea\n")
-    started = slurm("timeout", 280, "srun", "--wait=120", "-m", "arbitrary", "-n4", *program, SLURM_HOSTFILE=str(order))
+    started = slurm("timeout", 280, "srun", "--wait=600", "-m", "arbitrary", "-n4", *program, SLURM_HOSTFILE=str(order))
     trains("srun", "1+3, host file", started)
 
 
 def test_sbatch(slurm, trains, program, tmp_path):
     script = tmp_path / "job.sbatch"
     command = shlex.join(map(str, program))
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4\nsrun --wait=120 {command}\n")
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4\nsrun --wait=600 {command}\n")
     trains("sbatch", "3+1", batch_job(slurm, (script,), tmp_path / "job.log"))
 
 
