@@ -362,9 +362,8 @@ def test_another_programs_file_is_no_meeting_file(tmp_path):
         meeting_file.check(f"file://{tmp_path}/thesis.txt")
 
 
-@pytest.mark.parametrize("content", [b"", b"\t\0\0\0refcount/\1\0\0\0001"])
-def test_a_file_that_a_run_has_left_may_be_used_again(content, tmp_path):
-    (tmp_path / "meeting").write_bytes(content)
+def test_an_empty_file_may_be_the_meeting_file(tmp_path):
+    (tmp_path / "meeting").touch()
     assert meeting_file.check(f"file://{tmp_path}/meeting") == tmp_path / "meeting"
 
 

@@ -1,10 +1,15 @@
-"""Ranks that meet over a file: they train as over TCP, also over the file of a run that died."""
+"""Ranks that meet at a file: they train as over TCP, also where a run that died has left the file."""
+
+import os
 
 import pytest
-import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import RankLost, UserError
 from common.join import meeting_file
+from common.join.meeting_file import BEGINNING, Place
+from common.join.store import open_store, serve_at
+from common.launch.layout import Layout
+from common.launch.options import JoinOptions
 from tests.harness import MNIST, Node, losses, playing, wait_until
 
 TRAINING = ["--dataset", "digits", "--max-steps", 2, "--device", "cpu", "--join-timeout", 60]
@@ -17,7 +22,7 @@ def nodes(meeting, folder) -> list[Node]:
     return [first, Node([*TRAINING, *common, "--distributed-gpus", 1, "--distributed-rank", 2])]
 
 
-def test_ranks_meet_over_a_file_and_take_it_away(tmp_path):
+def test_ranks_meet_at_a_file_and_take_it_away(tmp_path):
     results = playing(MNIST, nodes(tmp_path / "meeting", tmp_path / "run"), tmp_path).results()
     assert [result.code for result in results] == [0, 0], results
     assert len(losses(tmp_path / "run")) == 2
@@ -27,32 +32,59 @@ def test_ranks_meet_over_a_file_and_take_it_away(tmp_path):
 def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
     meeting = tmp_path / "meeting"
     dead = playing(MNIST, nodes(meeting, tmp_path / "run")[:1], tmp_path)
-    wait_until(lambda: meeting.exists() and b"answer/" in meeting.read_bytes(), dead)
+    wait_until(lambda: meeting.exists() and meeting_file.read(meeting), dead)
     dead.kill()
+    assert meeting.exists()
     results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
     assert [result.code for result in results] == [0, 0], results
-    assert "of a run that has ended: they are ignored" in results[0].output
+    assert not meeting.exists()
 
 
-def test_a_file_that_another_rank_is_still_writing_is_a_store(tmp_path):
-    dist.FileStore(str(tmp_path / "whole"), 2).set("key", "value")
-    whole = (tmp_path / "whole").read_bytes()
-    for written in (0, 4, 7, 13, 17, len(whole)):  # torch writes a length, then a key, then a length, then a value
-        (tmp_path / "part").write_bytes(whole[:written])
-        assert meeting_file.check(f"file://{tmp_path / 'part'}") == tmp_path / "part"
+def test_the_file_of_a_run_that_died_while_it_wrote_it_is_used_again(tmp_path):
+    meeting = tmp_path / "meeting"
+    meeting.write_text(f"{BEGINNING}127.0.0.1 47")
+    results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
+    assert [result.code for result in results] == [0, 0], results
 
 
-@pytest.mark.parametrize("text", ["x", "abc\n", "a list of hosts\n", "refcount/ but no length"])
+def test_no_part_of_a_file_is_taken_for_the_whole(tmp_path):
+    path, place = tmp_path / "meeting", Place("fd77::1", 47110, "0123456789abcdef")
+    meeting_file.write(path, place)
+    assert meeting_file.read(path) == place
+    whole = path.read_text()
+    for written in range(len(whole)):
+        path.write_text(whole[:written])
+        assert meeting_file.check(f"file://{path}") == path
+        assert meeting_file.read(path) is None
+
+
+def test_a_port_that_another_run_has_by_now_is_no_place_to_meet(tmp_path):
+    store, port = serve_at("127.0.0.1")  # it answers, but it has another key
+    meeting_file.write(tmp_path / "meeting", Place("127.0.0.1", port, "dead"))
+    layout = Layout("-g 2", world_size=2, first_rank=1, local_world_size=1, init_method=f"file://{tmp_path}/meeting")
+    with pytest.raises(RankLost, match=f"rank 0 did not join within 1 s .*listens at 127.0.0.1 port {port}, which"):
+        open_store(layout.workers()[0], JoinOptions(join_timeout_seconds=1))
+    del store
+
+
+@pytest.mark.parametrize("text", ["x", "abc\n", "a list of hosts\n", "Uneven DDP: notes"])
 def test_a_file_of_another_kind_is_not_a_store(text, tmp_path):
     (tmp_path / "notes").write_text(text)
     with pytest.raises(UserError, match="exists and is something else"):
         meeting_file.check(f"file://{tmp_path / 'notes'}")
 
 
-def test_a_rank_that_is_claimed_twice_is_refused_over_a_file_too(tmp_path):
+def test_a_pipe_is_not_a_meeting_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="exists and is something else"):
+        meeting_file.check(f"file://{tmp_path / 'pipe'}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_claimed_twice_is_refused_at_a_file_too(rank, tmp_path):
     first, second = nodes(tmp_path / "meeting", tmp_path / "run")
-    second.flags[-1] = 1
+    second.flags[-1] = rank
     results = playing(MNIST, [first, second], tmp_path).results()
     for result in results:
         assert result.code == 2
-        assert "rank 1 is claimed twice" in result.output
+        assert f"rank {rank} is claimed twice" in result.output

@@ -24,7 +24,6 @@ from common.join.process_group import (
     finishing,
     group_of,
     join,
-    remove_meeting_file,
     set_timeout,
     wait_for_connected,
 )
@@ -64,7 +63,6 @@ def elastic_group(worker: Worker, options: JoinOptions) -> Iterator[tuple[Group,
             wait_for_connected(backend)
         yield group, ElasticMembers(group, membership)
         leave()
-    remove_meeting_file(worker)
 
 
 def _join(

@@ -1,7 +1,7 @@
 """The handshake: every rank posts its view in the store, rank 0 compares them, all get the same verdict.
 
 The verdict is "go on", or one message that names the node, the field and both values. The store may still hold the
-keys of a run that died (torchrun's restarts, a file://), so only processes that answer a fresh token count:
+keys of a run that died (torchrun's restarts), so only processes that answer a fresh token count:
 
     every rank   entry = add(entries);  set(entry/view)
     rank 0       set(entry/challenge, token)                    the token is new in each run
@@ -18,11 +18,9 @@ may join again later, on the same store.
 
 import contextlib
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -35,7 +33,6 @@ from common.join.secret import is_sealed, seal
 from common.join.store import SAY_EVERY_SECONDS, elsewhere
 from common.join.view import claimed_twice, place
 from common.join.waiting import Every, poll
-from common.launch.cli import JOIN_TIMEOUT_SECONDS
 from common.launch.layout import Worker
 
 LEADER = "members"  # the key that says where the rank that leads the members of a run is (--elastic)
@@ -43,7 +40,6 @@ LOOK_SECONDS = 0.5  # between two looks of the leader for ranks that have ended 
 DOUBT_SECONDS = 1.0  # between two checks, without a challenge, whether this store's run is complete
 Ended = Callable[[Sequence[int]], list[int]]  # which of these ranks have ended
 OTHER_SECRET = "this rank has another secret (--secret-file, UNEVEN_DDP_SECRET)"
-LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file:// that other machines cannot see
 
 
 class RunUnderWay(Exception):
@@ -94,12 +90,11 @@ class Handshake:
         self.ended = ended
         self.worker, self.view, self.secret = worker, view, secret
         layout = worker.layout
-        self.store_may_outlive_run = not (layout.hosts_store and layout.init_method.startswith("tcp://"))
+        self.store_may_outlive_run = not layout.hosts_store
         # A rank that is neither the leader nor the first of its node can wait for the next key in one request.
         self.can_block = worker.local_rank > 0 and not (leads or self.store_may_outlive_run or under_way)
-        self.on_local_disk = _advice_for_local_disk(worker)
-        shorter = self.on_local_disk and join_timeout_seconds == JOIN_TIMEOUT_SECONDS
-        self.patience_seconds = LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
+        self.on_local_disk = meeting_file.advice_for_local_disk(layout)
+        self.patience_seconds = meeting_file.patience_seconds(layout, join_timeout_seconds)
         self.is_time_to_speak, self.is_time_to_doubt = Every(SAY_EVERY_SECONDS), Every(DOUBT_SECONDS)
         self.is_time_to_look = Every(LOOK_SECONDS)
         self.leader = Leader(worker, store, view, secret) if leads else None
@@ -203,18 +198,6 @@ class Handshake:
                 f"rank {self.worker.rank} of {place(self.view)} tried to join a run that is complete: "
                 + (f"the rank is held by {holder}" if holder else f"it has ranks 0 to {len(places) - 1}")
                 + f". Another run of ours holds {self.worker.layout.init_method}: "
-                "choose another --master-port on every node",
+                f"choose another {'file' if self.worker.layout.meets_at_file else '--master-port'} on every node",
                 same_on_every_rank=True,
             )
-
-
-def _advice_for_local_disk(worker: Worker) -> str:
-    """How to fix a file:// on a disk that only this machine sees; empty for any other address."""
-    url = worker.layout.init_method
-    kind = meeting_file.local_file_system(Path(url.removeprefix("file://"))) if url.startswith("file://") else None
-    if not kind or worker.layout.nodes == 1:
-        return ""
-    return (
-        f"{url} is on a disk of {socket.gethostname()} alone ({kind}), which no other machine can see: name a file in "
-        "a folder that all nodes share, or use tcp://HOST:PORT (or raise --join-timeout, if all are on this machine)"
-    )

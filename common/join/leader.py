@@ -135,16 +135,10 @@ class Leader:
             verdict["views"] = [self.alive[rank] for rank in range(self.worker.world_size)]
             reached = (view["addresses"]["master"] for view in verdict["views"] if node_of(view) != node_of(self.view))
             verdict["master"] = next(filter(None, reached), "")
-            self._mention_the_dead()
             places = {rank: f"{view['host']} (pid {view['pid']})" for rank, view in self.alive.items()}
             self.store.set("closed", json.dumps(places))
         content = json.dumps(verdict)
         self.store.set(f"{self.token}/verdict", f"{seal(self.secret, self.token, content)} {content}")
-
-    def _mention_the_dead(self) -> None:
-        url = self.worker.layout.init_method
-        if url.startswith("file://") and (dead := len(self.challenged) + len(self.without_view)):
-            say(f"{url} also holds {dead} processes of a run that has ended: they are ignored", self.worker.rank)
 
     def linger(self, verdict: dict) -> None:
         """Wait a limited time until all have read the verdict; after a refusal also for those still to join."""

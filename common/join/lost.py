@@ -68,10 +68,11 @@ def naming_lost_store(worker: Worker) -> Iterator[None]:
     except RuntimeError as error:
         if not is_contact_lost(error):
             raise
-        host = _host_of_store(worker)
+        layout = worker.layout
+        where = "" if layout.meets_at_file else f" on {host_and_port(layout.init_method)[0]}"
         lost = (
-            f"lost rank 0 on {host}, which served the store: its process has ended; see its log"
-            if host
+            f"lost rank 0{where}, which served the store: its process has ended; see its log"
+            if layout.hosts_store
             else _lost_store(worker)
         )
         raise RunError(lost, same_on_every_rank=True) from None
@@ -132,20 +133,13 @@ def is_contact_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not is_loader and any(sign in text for sign in LOST_CONTACT)
 
 
-def _host_of_store(worker: Worker) -> str:
-    """Where rank 0 serves the store; empty where it is a file, or the launcher's."""
-    layout = worker.layout
-    serves = layout.hosts_store and layout.init_method.startswith("tcp://")
-    return host_and_port(layout.init_method)[0] if serves else ""
-
-
 def _lost_store(worker: Worker) -> str:
     return f"lost the store of {worker.layout.source} at {worker.layout.init_method}: has {worker.layout.source} ended?"
 
 
 def store_request(worker: Worker, views: list[dict]) -> str:
     """What does not end where the store does not answer, in words: for `limit`."""
-    where = f"on {places(views[:1])}" if _host_of_store(worker) else f"of {worker.layout.source}"
+    where = f"on {places(views[:1])}" if worker.layout.hosts_store else f"of {worker.layout.source}"
     return f"a request (--timeout) to the store {where}"
 
 
@@ -254,7 +248,7 @@ class _Search:
         return "lost a connection, but all ranks are running: is the network at fault? Ask python -m common.doctor"
 
     def _without_store(self, is_gone: bool) -> str:
-        if not _host_of_store(self.worker):
+        if not self.worker.layout.hosts_store:
             return _lost_store(self.worker)
         if is_gone:
             return f"lost {self._places([0])}, which served the store: its process has ended; {self._see_log()}"

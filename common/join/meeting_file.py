@@ -1,18 +1,39 @@
-"""Checks of the file of `file://`, where the ranks of a job meet instead of at an address."""
+"""The file of `file://`, where the ranks of a job meet instead of at an address that is known before.
+
+Rank 0 serves the store at a port that its system chooses, and writes into the file where. The others read it. The file
+is there only while the ranks join: one that a run which died has left names a store that no longer answers, and rank 0
+writes it anew. (torch's FileStore keeps every value in the file: a rank that dies while it writes one leaves half of it
+there, and whoever reads on waits for the other half without end.)
+"""
 
 import os
+import re
+import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from common.launch.cli import JOIN_TIMEOUT_SECONDS
+from common.launch.layout import Layout
 
 # File systems that only one machine can see. A network file system, or an unknown one, may be shared.
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-FIRST_KEYS = (b"refcount/", b"cleanup/", b"/")  # of torch's FileStore: length (4 bytes), key, length, value, ...
-LONGEST_KEY = 1 << 16  # in bytes; the first four bytes of a text are a much larger number
+BEGINNING = "Uneven DDP: rank 0 listens at "
+MOST_BYTES = 1000
+LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file that other machines cannot see
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 serves the store of a run."""
+
+    host: str  # an address of its machine
+    port: int
+    key: str  # that this run's store has, and no other one: a later run's may listen at the same port
 
 
 def check(url: str) -> Path:
-    """The path of file:///PATH. Raises UserError unless a file can be created there, or torch's FileStore wrote it."""
+    """The path of file:///PATH. Raises UserError unless a file can be created there, or a run has left one."""
     path = Path(url.removeprefix("file://"))
     says = f"--distributed-init-method is {url}"
     if not path.parent.is_dir():
@@ -23,19 +44,54 @@ def check(url: str) -> Path:
         raise UserError(f"{says}, which is a folder: name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{says}, which this user may not write: choose another folder that all nodes share")
-    if path.exists() and not _is_store(path):
+    if path.exists() and not (path.is_file() and _is_ours(_content(path))):
         raise UserError(f"{says}, which exists and is something else: name a file that does not exist yet")
     return path
 
 
-def _is_store(path: Path) -> bool:
-    """The first key may be incomplete, because another rank may be writing it at this moment."""
-    with path.open("rb") as file:
-        beginning = file.read(32)
-    length = int.from_bytes(beginning[:4], "little")
-    key = beginning[4 : 4 + length]
-    begins_a_key = any(key[: len(first)] == first[: len(key)] for first in FIRST_KEYS)
-    return not beginning or (len(beginning) >= 4 and length < LONGEST_KEY and begins_a_key)
+def _is_ours(content: str) -> bool:
+    return content.startswith(BEGINNING) or BEGINNING.startswith(content)  # rank 0 may still be writing it
+
+
+def read(path: Path) -> Place | None:
+    """What rank 0 has written; None where there is nothing, or not yet all of it."""
+    # The folder is opened because a client of NFS that has found no file asks the server again only then.
+    os.scandir(path.parent).close()
+    written = re.fullmatch(rf"{BEGINNING}(\S+) (\d{{1,5}}) (\w+)\n", _content(path), re.ASCII)
+    return Place(written[1], int(written[2]), written[3]) if written else None
+
+
+def write(path: Path, place: Place) -> None:
+    """Raises FileExistsError where another process has written it."""
+    with path.open("x") as file:
+        file.write(f"{BEGINNING}{place.host} {place.port} {place.key}\n")
+
+
+def _content(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def advice_for_local_disk(layout: Layout) -> str:
+    """How to fix a file:// on a disk that only this machine sees; empty for any other address."""
+    url = layout.init_method
+    kind = local_file_system(Path(url.removeprefix("file://"))) if url.startswith("file://") else None
+    if not kind or layout.nodes == 1:
+        return ""
+    return (
+        f"{url} is on a disk of {socket.gethostname()} alone ({kind}), which no other machine can see: name a file in "
+        "a folder that all nodes share, or use tcp://HOST:PORT (or raise --join-timeout, if all are on this machine)"
+    )
+
+
+def patience_seconds(layout: Layout, join_timeout_seconds: float) -> float:
+    """How long to wait for the other ranks: a short time where they may not see this file, unless the user said how
+    long."""
+    shorter = join_timeout_seconds == JOIN_TIMEOUT_SECONDS and advice_for_local_disk(layout)
+    return LOCAL_DISK_SECONDS if shorter else join_timeout_seconds
 
 
 def local_file_system(path: Path) -> str | None:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -185,7 +184,6 @@ def process_group(worker: Worker, options: JoinOptions) -> Iterator[Group]:
         wait_for_connected(backend)
         yield group
         disconnect(worker, joined, connections)
-    remove_meeting_file(worker)
 
 
 def group_of(
@@ -195,12 +193,6 @@ def group_of(
     # Where rank 0 listens on all of its addresses, show the one that the others reach.
     address = worker.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{joined.own_address}:")
     return Group(worker, device, backend, joined.views, joined.store, address, options, others_go_on=elastic)
-
-
-def remove_meeting_file(worker: Worker) -> None:
-    """Where the ranks have met in a file."""
-    if worker.is_main and worker.layout.init_method.startswith("file://"):
-        Path(worker.layout.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -270,7 +262,11 @@ def join(
     instead = (lambda: cut_off(opened.store)) if generation else None  # the others of a run that goes on are left
     with limit(seconds + VERDICT_SECONDS, worker.rank, "joining (--join-timeout)", instead=instead):
         where = opened.store, view, seconds, opened.leads, options.secret, generation
-        verdict = Handshake(worker, *where, elastic=bool(standby), ended=ended).run()
+        try:
+            verdict = Handshake(worker, *where, elastic=bool(standby), ended=ended).run()
+        finally:
+            if opened.written:
+                opened.written.unlink(missing_ok=True)
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached

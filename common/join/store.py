@@ -1,10 +1,12 @@
-"""Open the store where the ranks meet: rank 0 serves it over TCP, or all share a file, or the launcher serves it."""
+"""Open the store where the ranks meet: rank 0 serves it, at an address that all know or that it writes into a file, or
+the launcher serves it."""
 
 import contextlib
 import errno
 import ipaddress
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -19,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.console import say
-from common.errors import RunError, UserError
+from common.errors import RankLost, RunError, UserError
 from common.join import meeting_file, network
 from common.join.waiting import Every, poll
 from common.launch.addresses import WILDCARDS, host_and_port, is_loopback, tcp_address
@@ -46,6 +48,7 @@ class OpenStore:
     own_address: str  # of this node, on the route to the master
     master_address: str  # of the master, as this rank reached it; empty on the rank that serves the store
     leads: bool  # this rank compares the views of all. One that reached another rank 0 does not, even as rank 0
+    written: Path | None = None  # by rank 0, for the others to find the store; not needed once all have joined
 
 
 def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
@@ -54,10 +57,8 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     Raises UserError for an address or port that cannot be right, RunError when the master does not answer.
     """
     url = worker.layout.init_method
-    if url.startswith("file://"):
-        path = meeting_file.check(url)
-        shared = dist.FileStore(str(path), worker.world_size)
-        return OpenStore(shared, network.own_address(options.interface), "", leads=worker.is_main)
+    if worker.layout.meets_at_file:
+        return _open_by_file(worker, meeting_file.check(url), options)
     host, port = host_and_port(url)
     if not network.resolve(host):
         raise UserError(
@@ -84,6 +85,58 @@ def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
     if leads:
         _name_run(store, worker)
     return OpenStore(store, own, master, leads)
+
+
+def _open_by_file(worker: Worker, path: Path, options: JoinOptions) -> OpenStore:
+    """Rank 0: serve the store and write where. The others: wait until it has."""
+    seconds = meeting_file.patience_seconds(worker.layout, options.join_timeout_seconds)
+    is_time, found = Every(SAY_EVERY_SECONDS), ""
+
+    def meet() -> OpenStore | None:
+        nonlocal found
+        place = meeting_file.read(path)
+        if place:
+            found = f"; {path} says that it listens at {place.host} port {place.port}, which does not answer"
+            if opened := _reach(place):  # rank 0 looks too: two processes may claim to be it
+                return opened
+        return _serve_by_file(worker, path, options) if worker.is_main else None
+
+    def report(elapsed: float) -> None:
+        if worker.local_rank == 0 and is_time():
+            say(f"waiting for rank 0{found}; giving up in {seconds - elapsed:.0f} s", worker.rank)
+
+    opened = poll(meet, seconds, report)
+    if opened is None:
+        fix = meeting_file.advice_for_local_disk(worker.layout) or "start it, or look at its log"
+        raise RankLost(
+            f"rank 0 did not join within {seconds:.0f} s (--join-timeout){found}: {fix}", same_on_every_rank=True
+        )
+    return opened
+
+
+def _reach(place: meeting_file.Place) -> OpenStore | None:
+    """The store of a run whose ranks meet now; None where that run is gone."""
+    with contextlib.suppress(OSError, RuntimeError):
+        own, master = network.source_address(place.host, place.port, CONNECT_SECONDS)
+        store = connect(place.host, place.port, ANSWER_SECONDS)
+        if store and store.check([place.key]):
+            return OpenStore(store, own, master, leads=False)
+    return None
+
+
+def _serve_by_file(worker: Worker, path: Path, options: JoinOptions) -> OpenStore | None:
+    """None where another process has become rank 0 at this moment."""
+    own = network.own_address(options.interface)
+    store, port = serve_at(own)
+    place = meeting_file.Place(own, port, secrets.token_hex(8))
+    _name_run(store, worker)
+    store.set(place.key, "")
+    path.unlink(missing_ok=True)  # of a run that died
+    try:
+        meeting_file.write(path, place)
+    except FileExistsError:
+        return None
+    return OpenStore(store, own, "", leads=True, written=path)
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:

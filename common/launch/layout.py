@@ -37,6 +37,10 @@ class Layout:
         assert 1 <= self.local_world_size <= self.world_size, self
         assert self.gpus_per_node is None or sum(self.gpus_per_node) == self.world_size, self
 
+    @property
+    def meets_at_file(self) -> bool:
+        return self.init_method.startswith("file://")
+
     def workers(self) -> list["Worker"]:
         """The workers that this command runs: all of the node's, or just this process."""
         return [self._worker(index) for index in range(self.local_world_size if self.spawn else 1)]
