@@ -1,12 +1,14 @@
 """Ranks that meet at a file: they train as over TCP, also where a run that died has left the file."""
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from common.errors import RankLost, UserError
 from common.join import meeting_file
-from common.join.meeting_file import BEGINNING, Place
+from common.join.meeting_file import Place
 from common.join.store import open_store, serve_at
 from common.launch.layout import Layout
 from common.launch.options import JoinOptions
@@ -40,22 +42,32 @@ def test_the_file_of_a_run_that_died_is_used_again(tmp_path):
     assert not meeting.exists()
 
 
-def test_the_file_of_a_run_that_died_while_it_wrote_it_is_used_again(tmp_path):
-    meeting = tmp_path / "meeting"
-    meeting.write_text(f"{BEGINNING}127.0.0.1 47")
-    results = playing(MNIST, nodes(meeting, tmp_path / "run"), tmp_path).results()
-    assert [result.code for result in results] == [0, 0], results
+@pytest.mark.parametrize("found", [None, Place("127.0.0.1", 9, "dead")])
+def test_of_two_processes_that_want_to_be_rank_0_at_the_same_moment_one_is(found, tmp_path):
+    path, start = tmp_path / "meeting", threading.Barrier(2)
+    places = [Place("fd77::1", 47110, "first"), Place("10.0.0.1", 47111, "second")]
+
+    def write(place: Place) -> bool:
+        start.wait(60)
+        return meeting_file.write(path, place, instead_of=found)
+
+    with ThreadPoolExecutor(2) as both:
+        for _ in range(200):
+            path.unlink(missing_ok=True)
+            assert found is None or meeting_file.write(path, found)
+            written = list(both.map(write, places))
+            assert sorted(written) == [False, True]
+            assert meeting_file.read(path) == places[written.index(True)]
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_no_part_of_a_file_is_taken_for_the_whole(tmp_path):
-    path, place = tmp_path / "meeting", Place("fd77::1", 47110, "0123456789abcdef")
-    meeting_file.write(path, place)
-    assert meeting_file.read(path) == place
-    whole = path.read_text()
-    for written in range(len(whole)):
-        path.write_text(whole[:written])
-        assert meeting_file.check(f"file://{path}") == path
-        assert meeting_file.read(path) is None
+def test_a_file_is_taken_away_by_the_run_that_wrote_it(tmp_path):
+    path, ours = tmp_path / "meeting", Place("127.0.0.1", 9, "ours")
+    meeting_file.write(path, ours)
+    meeting_file.remove(path, Place("127.0.0.1", 9, "theirs"))
+    assert meeting_file.read(path) == ours
+    meeting_file.remove(path, ours)
+    assert not path.exists()
 
 
 def test_a_port_that_another_run_has_by_now_is_no_place_to_meet(tmp_path):

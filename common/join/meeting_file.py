@@ -1,11 +1,12 @@
 """The file of `file://`, where the ranks of a job meet instead of at an address that is known before.
 
 Rank 0 serves the store at a port that its system chooses, and writes into the file where. The others read it. The file
-is there only while the ranks join: one that a run which died has left names a store that no longer answers, and rank 0
-writes it anew. (torch's FileStore keeps every value in the file: a rank that dies while it writes one leaves half of it
+is there only while the ranks join: one that a run which died has left names a store that is gone, and rank 0 writes it
+anew. (torch's FileStore keeps every value in the file: a rank that dies while it writes one leaves half of it
 there, and whoever reads on waits for the other half without end.)
 """
 
+import contextlib
 import os
 import re
 import socket
@@ -18,7 +19,6 @@ from common.launch.layout import Layout
 
 # File systems that only one machine can see. A network file system, or an unknown one, may be shared.
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "reiserfs", "tmpfs", "vfat", "xfs", "zfs"}
-BEGINNING = "Uneven DDP: rank 0 listens at "
 MOST_BYTES = 1000
 LOCAL_DISK_SECONDS = 6.0  # the join timeout for a file that other machines cannot see
 
@@ -42,43 +42,68 @@ def check(url: str) -> Path:
         )
     if path.is_dir():
         raise UserError(f"{says}, which is a folder: name a file in it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path.parent, os.W_OK):
         raise UserError(f"{says}, which this user may not write: choose another folder that all nodes share")
-    if path.exists() and not (path.is_file() and _is_ours(_content(path))):
+    if path.is_fifo() or (_content(path) and not read(path)):
         raise UserError(f"{says}, which exists and is something else: name a file that does not exist yet")
     return path
 
 
-def _is_ours(content: str) -> bool:
-    return content.startswith(BEGINNING) or BEGINNING.startswith(content)  # rank 0 may still be writing it
-
-
 def read(path: Path) -> Place | None:
-    """What rank 0 has written; None where there is nothing, or not yet all of it."""
+    """What rank 0 has written, if it has."""
     # The folder is opened because a client of NFS that has found no file asks the server again only then.
     os.scandir(path.parent).close()
-    written = re.fullmatch(rf"{BEGINNING}(\S+) (\d{{1,5}}) (\w+)\n", _content(path), re.ASCII)
+    written = re.fullmatch(r"Uneven DDP: rank 0 listens at (\S+) (\d{1,5}) (\w+)\n", _content(path), re.ASCII)
     return Place(written[1], int(written[2]), written[3]) if written else None
 
 
-def write(path: Path, place: Place) -> None:
-    """Raises FileExistsError where another process has written it."""
-    with path.open("x") as file:
-        file.write(f"{BEGINNING}{place.host} {place.port} {place.key}\n")
+def write(path: Path, place: Place, instead_of: Place | None = None) -> bool:
+    """Write the place, unless another process has written one after this one has read `instead_of`. Returns whether it
+    has. Nobody ever sees half a file. Raises UserError where none can be written."""
+    private = path.with_name(f".{path.name}.{place.key}")
+    try:
+        if read(path) != instead_of:
+            return False
+        if path.exists():  # a run that died has left it
+            path.rename(private)
+            if read(private) != instead_of:  # no, another process has just written it
+                os.link(private, path)
+                return False
+        private.write_text(f"Uneven DDP: rank 0 listens at {place.host} {place.port} {place.key}\n")
+        os.link(private, path)
+        return True
+    except (FileExistsError, FileNotFoundError):  # another process was faster
+        return False
+    except OSError as error:
+        raise UserError(
+            f"--distributed-init-method is file://{path}, which cannot be written ({error.strerror}): choose another "
+            "folder that all nodes share"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            private.unlink()
+
+
+def remove(path: Path, place: Place) -> None:
+    """Unless another run has written its own."""
+    with contextlib.suppress(OSError):
+        if read(path) == place:
+            path.unlink()
 
 
 def _content(path: Path) -> str:
+    """Empty where there is no file, or none any more."""
     try:
         with path.open("rb") as file:
             return file.read(MOST_BYTES).decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
 def advice_for_local_disk(layout: Layout) -> str:
     """How to fix a file:// on a disk that only this machine sees; empty for any other address."""
     url = layout.init_method
-    kind = local_file_system(Path(url.removeprefix("file://"))) if url.startswith("file://") else None
+    kind = local_file_system(Path(url.removeprefix("file://"))) if layout.meets_at_file else None
     if not kind or layout.nodes == 1:
         return ""
     return (

@@ -46,12 +46,12 @@ def is_local(host: str) -> bool:
 def own_address(interface: str | None = None) -> str:
     """The address under which other nodes most likely reach this one.
 
-    The address of `interface` where one is named; else the one that the default route uses; else the first address of
+    The address of `interface` where one is named and has one; else the one that the default route uses; else that of
     a physical interface; else loopback.
     """
     addresses = local_addresses()
-    if interface:
-        return next(iter(addresses.get(interface, [])), "127.0.0.1")
+    if interface and addresses.get(interface):
+        return addresses[interface][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); UDP: nothing is sent

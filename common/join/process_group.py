@@ -265,8 +265,7 @@ def join(
         try:
             verdict = Handshake(worker, *where, elastic=bool(standby), ended=ended).run()
         finally:
-            if opened.written:
-                opened.written.unlink(missing_ok=True)
+            opened.forget()
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached

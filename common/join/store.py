@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,9 @@ import torch.distributed as dist
 
 from common.console import say
 from common.errors import RankLost, RunError, UserError
-from common.join import meeting_file, network
-from common.join.waiting import Every, poll
+from common.join import interfaces, meeting_file, network
+from common.join.meeting_file import Place
+from common.join.waiting import Every, limit, poll
 from common.launch.addresses import WILDCARDS, host_and_port, is_loopback, tcp_address
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
@@ -48,7 +50,7 @@ class OpenStore:
     own_address: str  # of this node, on the route to the master
     master_address: str  # of the master, as this rank reached it; empty on the rank that serves the store
     leads: bool  # this rank compares the views of all. One that reached another rank 0 does not, even as rank 0
-    written: Path | None = None  # by rank 0, for the others to find the store; not needed once all have joined
+    forget: Callable[[], None] = lambda: None  # takes away what the others have needed to find it
 
 
 def open_store(worker: Worker, options: JoinOptions) -> OpenStore:
@@ -94,18 +96,21 @@ def _open_by_file(worker: Worker, path: Path, options: JoinOptions) -> OpenStore
 
     def meet() -> OpenStore | None:
         nonlocal found
-        place = meeting_file.read(path)
+        place, found = meeting_file.read(path), ""
         if place:
-            found = f"; {path} says that it listens at {place.host} port {place.port}, which does not answer"
+            found = (
+                f"; {path} says that it listens at {place.host} port {place.port}, which does not answer for this run"
+            )
             if opened := _reach(place):  # rank 0 looks too: two processes may claim to be it
                 return opened
-        return _serve_by_file(worker, path, options) if worker.is_main else None
+        return _serve_by_file(worker, path, place, options) if worker.is_main else None
 
     def report(elapsed: float) -> None:
         if worker.local_rank == 0 and is_time():
             say(f"waiting for rank 0{found}; giving up in {seconds - elapsed:.0f} s", worker.rank)
 
-    opened = poll(meet, seconds, report)
+    with limit(seconds + 3 * ANSWER_SECONDS, worker.rank, "meeting at the file (--join-timeout)"):
+        opened = poll(meet, seconds, report) or meet()
     if opened is None:
         fix = meeting_file.advice_for_local_disk(worker.layout) or "start it, or look at its log"
         raise RankLost(
@@ -114,7 +119,7 @@ def _open_by_file(worker: Worker, path: Path, options: JoinOptions) -> OpenStore
     return opened
 
 
-def _reach(place: meeting_file.Place) -> OpenStore | None:
+def _reach(place: Place) -> OpenStore | None:
     """The store of a run whose ranks meet now; None where that run is gone."""
     with contextlib.suppress(OSError, RuntimeError):
         own, master = network.source_address(place.host, place.port, CONNECT_SECONDS)
@@ -124,19 +129,17 @@ def _reach(place: meeting_file.Place) -> OpenStore | None:
     return None
 
 
-def _serve_by_file(worker: Worker, path: Path, options: JoinOptions) -> OpenStore | None:
-    """None where another process has become rank 0 at this moment."""
-    own = network.own_address(options.interface)
+def _serve_by_file(worker: Worker, path: Path, gone: Place | None, options: JoinOptions) -> OpenStore | None:
+    """None where another process has become rank 0 at this moment. `gone` is where a run that died was."""
+    interface = options.interface or next(filter(None, map(os.environ.get, interfaces.VARIABLES.values())), None)
+    own = "127.0.0.1" if worker.layout.nodes == 1 and not interface else network.own_address(interface)
     store, port = serve_at(own)
-    place = meeting_file.Place(own, port, secrets.token_hex(8))
+    place = Place(own, port, secrets.token_hex(8))
     _name_run(store, worker)
     store.set(place.key, "")
-    path.unlink(missing_ok=True)  # of a run that died
-    try:
-        meeting_file.write(path, place)
-    except FileExistsError:
+    if not meeting_file.write(path, place, instead_of=gone):
         return None
-    return OpenStore(store, own, "", leads=True, written=path)
+    return OpenStore(store, own, "", leads=True, forget=lambda: meeting_file.remove(path, place))
 
 
 def _serve(worker: Worker, host: str, port: int, options: JoinOptions) -> OpenStore:
