@@ -15,7 +15,7 @@ from common.join import clocks
 from common.join.clocks import seconds_ahead
 from common.record.trace import Kernels, RankTrace, Span, Trace, spans_between
 from common.record.trace_files import split_exchanges, steps_of
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 from tests.harness import MNIST, play
 
 DIGITS = ("--dataset", "digits", "--global-batch", 64)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 
 SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
 OF_STEPS = ("loss", "grad_norm", "count", "lr", "loading", "compute", "exchange")  # times in milliseconds

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.join.clocks import seconds_ahead
 from common.join.process_group import Group
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 
 UNTRACED_STEPS = 5  # the first ones are slower than the rest
 # (a mark, the next one) -> what the rank does between them. Marks of a micro-batch are "pass" and "passed"; in the last

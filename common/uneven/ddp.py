@@ -25,15 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
-from common.uneven.global_batches import GlobalBatchLoader, require_global_batches
+from common.uneven.global_batches import GlobalBatchLoader
+from common.uneven.guards import assembly
 from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
-from common.uneven.guards.layers import refuse_batch_norm, refuse_strangers, say_noise
-from common.uneven.guards.same import description, require_same
+from common.uneven.guards.layers import say_noise
 from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_numbers
 from common.uneven.options.empty_batches import EmptyPartsApart
 from common.uneven.options.global_batch import needs_whole_parts
 from common.uneven.options.local_sgd import LocalSGD
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 
 # Before Python shuts down. After a backward, a thread of the backend still needs the interpreter's lock, for what torch
 # keeps there. A script that holds the lock and ends at that moment aborts: "terminate called without an active
@@ -146,15 +146,11 @@ def wrap(
     same on every rank, a model in DDP already, BatchNorm, a generator of the model's own, parameters that backward
     does not reach. `layout_dependent` names layers, buffers and generators that may.
     """
-    require_global_batches(batches)
-    if of_ddp:
-        raise UserError(
-            f"wrap() has no {', '.join(of_ddp)}: it chooses DistributedDataParallel's own options, and every forward "
-            "must use all parameters (add `0.0 * parameter.sum()` to the loss where one is not used)"
-        )
+    assembly.require_global_batches(batches)
+    assembly.refuse_options_of_ddp(of_ddp)
     timer, apart = batches.timer, nodes if nodes and nodes.is_on else None
-    _require_alike(net, batches, layout_dependent)
-    _refuse_together(needs_whole_parts(net), pad_empty_batch, no_micro_batches, is_apart=apart is not None)
+    assembly.require_alike(net, batches, layout_dependent)
+    assembly.refuse_together(needs_whole_parts(net), pad_empty_batch, no_micro_batches, is_apart=apart is not None)
     if apart:
         apart.start(compress)
     wrapped = UnevenDistributedDataParallel(
@@ -168,9 +164,13 @@ def wrap(
     )
     sum_gradients = apart.sum_gradients if apart else gradient_sum(compress)
     wrapped.register_comm_hook((timer, wrapped.guard, sum_gradients), _sum_over_ranks)
+
+    def compute(rows: int) -> Any:
+        return compute_loss(wrapped, batches.sample_batch(rows))
+
     with wrapped.micro_batch():
         for _ in range(2):
-            _loss_of_empty_batch(wrapped, batches, compute_loss, pad_empty_batch).backward()
+            _loss_of_empty_batch(compute, wrapped, pad_empty_batch).backward()
             has_exchanged = wrapped.is_alone or timer.is_marked("ready")
             wrapped.guard.require_all_reached(has_exchanged, same_on_every_rank=True)
     wrapped.zero_grad()
@@ -179,34 +179,6 @@ def wrap(
     timer.models.add(wrapped)
     net.register_forward_pre_hook(say_noise)
     return wrapped
-
-
-def _require_alike(net: torch.nn.Module, batches: GlobalBatchLoader, layout_dependent: Collection[str]) -> None:
-    """Raise UserError for a plan, a model or data that are not the same on every rank, or that know the layout."""
-    require_same({"the plan": batches.plan, **description(net)})
-    if "the data" not in layout_dependent:
-        fix = "every rank must read the same data, in the same order. If the machines only decode them differently, "
-        fix += "name it in wrap(..., layout_dependent=['the data'])"
-        require_same({"the data": batches.data_fingerprint()}, fix)
-    refuse_strangers(net, layout_dependent)
-    refuse_batch_norm(net, layout_dependent)
-
-
-def _refuse_together(whole_parts: bool, pad_empty_batch: bool, no_micro_batches: bool, is_apart: bool) -> None:
-    """Raise UserError for options of `wrap` that exclude one another. `whole_parts`: a layer of the model needs the
-    global batch. `is_apart`: each node trains by itself."""
-    if whole_parts and pad_empty_batch:
-        raise UserError(
-            "wrap(..., pad_empty_batch=True) would count its row of zeros in the statistics of a GlobalBatchNorm: let "
-            "the model take an empty batch, or use GroupNorm",
-            same_on_every_rank=True,
-        )
-    if is_apart and (no_micro_batches or whole_parts):
-        raise UserError(
-            "--sync-every lets each node train by itself, but statistics or a loss over the global batch need "
-            "every rank in every step: leave it out",
-            same_on_every_rank=True,
-        )
 
 
 @functools.cache
@@ -218,27 +190,13 @@ def _prepare_process() -> None:
 
 
 def _loss_of_empty_batch(
-    model: UnevenDistributedDataParallel,
-    batches: GlobalBatchLoader,
-    compute_loss: Callable[[torch.nn.Module, Any], Any],
-    pad_empty_batch: bool,
+    compute: Callable[[int], Any], model: UnevenDistributedDataParallel, pad_empty_batch: bool
 ) -> torch.Tensor:
     try:
-        return loss_of(compute_loss(model, batches.sample_batch(0)))
+        return loss_of(compute(0))
     except (RuntimeError, ValueError, IndexError) as error:
-        if needs_whole_parts(model.module):  # its forward exchanges sums, which may have failed for other reasons
-            raise
-        problem = str(error).strip().splitlines()[0]
-    with torch.no_grad():
-        compute_loss(model, batches.sample_batch(1))  # where this fails too, it is not for want of samples
-    fix = "give wrap(..., pad_empty_batch=True), or correct the function that wrap was given"
-    if pad_empty_batch:
-        fix = "it also refuses the row of zeros that pad_empty_batch=True gives it instead: correct the model, or the "
-        fix += "function that wrap was given"
-    raise UserError(
-        f"the model refuses an empty batch ({problem}), which a rank with an empty part has: {fix}",
-        same_on_every_rank=True,
-    )
+        problem = error
+    raise assembly.empty_batch_problem(problem, model.module, compute, pad_empty_batch)
 
 
 def loss_of(computed: Any) -> torch.Tensor:

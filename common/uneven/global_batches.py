@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from common.errors import UserError
 from common.uneven.batches import micro_batches, move
 from common.uneven.loading import BatchedDataset, dataset_fingerprint, part_loader
+from common.uneven.options.timer import NOT_EXCHANGED, StepTimer
 from common.uneven.options.token_balance import TokenBalancedSampler
 from common.uneven.plan import plan_batches
 from common.uneven.sampling import Indices, UnevenDistributedSampler
 from common.uneven.seeding import derive_seed, seed_noise
-from common.uneven.timer import NOT_EXCHANGED, StepTimer
 
 Cut = Callable[[Any, int | None], Iterator[tuple[Any, bool]]]
 
@@ -195,16 +195,3 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         if self.cut is None:
             return move(part, self.device, self.dtype)
         return next(self._cut(part, None))[0]
-
-
-def require_global_batches(batches: object) -> None:
-    """Raise UserError for anything else, such as a DataLoader."""
-    if isinstance(batches, GlobalBatchLoader):
-        return
-    what = "a DataLoader" if isinstance(batches, DataLoader) else f"a {type(batches).__name__}"
-    raise UserError(
-        f"wrap() got {what}, which knows neither the global batch nor empty parts, and what its data set draws at "
-        "random would depend on the layout: write batches = GlobalBatchLoader(dataset, global_batch, seed=..., "
-        "epochs=...) of common.uneven.global_batches, with collate= in place of collate_fn=, without batch_size, "
-        "shuffle, sampler and drop_last, and with the other options as they are; then `for batch in batches:`"
-    )

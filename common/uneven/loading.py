@@ -5,8 +5,6 @@ crops, noise) that depend on (seed, epoch, sample) and not on the rank, its shar
 """
 
 import contextlib
-import io
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +17,7 @@ from common.errors import UserError
 from common.uneven.batches import take_rows
 from common.uneven.guards.data_set import collated, require_repeatable
 from common.uneven.guards.fingerprint import fingerprint
+from common.uneven.options.workers import pack_tensors, unpack_tensors
 from common.uneven.sampling import Indices
 from common.uneven.seeding import derive_seed
 
@@ -27,7 +26,6 @@ NOT_OPTIONS = {
     **dict.fromkeys(("batch_size", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
     "collate_fn": "give the function as collate=",
 }
-SHARED_TENSORS = 100  # at most, by file descriptors, between a rank and a loader's process
 
 
 class BatchedDataset(Dataset):
@@ -71,14 +69,11 @@ class Parts(Dataset):
         self.dataset, self.seed, self.collate = dataset, seed, collate
         self.is_checked = False
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For a loader's process. Tensors are shared by file descriptors, of which a process can be sent about 250: a
-        data set with more of them is copied."""
-        state = self.__dict__
-        return {"copied": pickle.dumps(state)} if _count_tensors(state) > SHARED_TENSORS else state
+    def __getstate__(self) -> dict[str, Any]:  # for a loader's process
+        return pack_tensors(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(pickle.loads(state["copied"]) if "copied" in state else state)
+        self.__dict__.update(unpack_tensors(state))
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset does not promise a length
@@ -115,26 +110,6 @@ def dataset_fingerprint(dataset: Dataset, samples: int = 256) -> str:
     count = len(parts)
     chosen = Indices(sorted({index * count // samples for index in range(samples)}) if count else ())
     return fingerprint(count, parts.__getitems__(chosen) if chosen else None)
-
-
-class _CountTensors(pickle.Pickler):
-    """Counts tensors on the way, and leaves their data out."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.tensors = 0
-
-    def persistent_id(self, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        self.tensors += 1
-        return "a tensor"
-
-
-def _count_tensors(value: Any) -> int:
-    counting = _CountTensors()
-    counting.dump(value)
-    return counting.tensors
 
 
 def seed_all(seed: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from common.errors import Interrupted
 from common.join.waiting import poll
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 from tests.harness import BERT, FINETUNE, MNIST, ROOT, Result, largest_difference, losses, rows, run, start, weights
 from tests.small_bert import save_model, save_ner
 

@@ -14,7 +14,7 @@ from common.uneven.guards.same import require_same_network
 from common.uneven.guards.state import ModelState
 from common.uneven.guards.words import shown
 from common.uneven.options.global_batch import needs_whole_parts
-from common.uneven.timer import StepTimer
+from common.uneven.options.timer import StepTimer
 
 IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
 HOOKED_STEPS = 3

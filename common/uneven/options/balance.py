@@ -19,9 +19,9 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.ddp import UnevenDistributedDataParallel
 from common.uneven.options.speeds import Speeds
+from common.uneven.options.timer import StepTimer
 from common.uneven.plan import BatchPlan
 from common.uneven.sampling import UnevenDistributedSampler
-from common.uneven.timer import StepTimer
 
 WINDOW_STEPS, MOST_STEPS = 5, 50  # between two exchanges of the ranks' times
 WINDOW_MS = 200.0  # that the slowest rank computes in between, where 50 steps are enough: an exchange delays a step

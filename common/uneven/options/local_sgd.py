@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from common.uneven.guards.gradients import IS_REDUCED
 from common.uneven.options.compression import Summed, sum_bucket
+from common.uneven.options.timer import StepTimer
 from common.uneven.sampling import UnevenDistributedSampler
-from common.uneven.timer import StepTimer
 
 
 class LocalSGD:

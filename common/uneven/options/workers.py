@@ -10,7 +10,9 @@ it with the indices of every batch (`common.uneven.sampling.Indices`).
 """
 
 import ctypes
+import io
 import multiprocessing
+import pickle
 import signal
 import threading
 import time
@@ -23,6 +25,7 @@ from common.sockets import keep_paths_short
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # not on Windows
+SHARED_TENSORS = 100  # at most, by file descriptors, between a rank and a loader's process
 END_SECONDS = 5.0  # within which a process has ended that the system has been told to end
 
 
@@ -95,3 +98,34 @@ def _wait_for_rank() -> None:
     assert rank is not None, "only a DataLoader's worker process calls this"
     rank.join()
     signal.raise_signal(getattr(signal, "SIGKILL", signal.SIGTERM))  # the main thread may be anywhere in a data set
+
+
+def pack_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a data set, for a loader's process. Tensors are shared by file descriptors, of which a process can
+    be sent about 250: a state with more of them is copied."""
+    return {"copied": pickle.dumps(state)} if _count_tensors(state) > SHARED_TENSORS else state
+
+
+def unpack_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """The state that `pack_tensors` was given."""
+    return pickle.loads(state["copied"]) if "copied" in state else state
+
+
+class _CountTensors(pickle.Pickler):
+    """Counts tensors on the way, and leaves their data out."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.tensors = 0
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors += 1
+        return "a tensor"
+
+
+def _count_tensors(value: Any) -> int:
+    counting = _CountTensors()
+    counting.dump(value)
+    return counting.tensors
