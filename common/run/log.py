@@ -1,7 +1,7 @@
 """The log of a run's optimizer steps: what each rank notes, what the ranks exchange, and what rank 0 writes of it."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ from common.errors import RunError
 from common.record import wording
 from common.record.clock import Clock, seconds_between_exchanges
 from common.record.output import Output
-from common.record.steps import ExchangedSteps, GlobalStep, LocalStep, exchange_steps
+from common.record.steps import ExchangedSteps, LocalStep, exchange_steps
 from common.record.trace import Trace
 from common.record.trace_files import write_trace
-from common.uneven.guards.losses import few_counted_problem, first_loss_problem
+from common.run.suspicious import first_step_lines, not_finite_lines
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -128,12 +128,12 @@ class StepLog:
         self.exchange_seconds = steps.seconds_here
         seconds = seconds_between_exchanges(min(steps.now["last_seconds"]))  # of the rank that waited least
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(steps.step_ms, 1e-3))))
-        self._name_not_finite(steps)
+        self.lines(not_finite_lines(steps, self.precision.skips))
         with self.writing():
             if self.output:
                 self.output.steps(steps.done, steps.times(), self.clock)
         if steps.done[0].step == 1:
-            self._judge(steps.done[0], noted[0].count)
+            self.lines(first_step_lines(steps, self.plan.global_count(0), self.untrained_loss))
         if self.trace and self.trace.is_complete:
             self._write_trace(self.trace)
         for done in steps.done:
@@ -148,26 +148,6 @@ class StepLog:
             said = write_trace(trace, self.group, folder, self.nodes_apart)
         if said:
             self.line(said)
-
-    def _name_not_finite(self, steps: ExchangedSteps) -> None:
-        """Print whose samples have given a loss that is not finite, and which steps are skipped."""
-        skips = self.precision.skips
-        losses, norms = (~steps.by_rank[name].isfinite() for name in ("loss", "grad_norm"))  # (ranks, steps)
-        wrong = losses | norms if skips else losses
-        for index in wrong.any(dim=0).nonzero().flatten().tolist():
-            ranks = losses[:, index].nonzero().flatten().tolist()
-            what = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient"
-            ending = ": this step changes no weight (--on-nan skip)" if skips else ""
-            self.line(f"step {steps.done[index].step}: {what} is not finite{ending}")
-            if not skips:  # the run ends here
-                return
-
-    def _judge(self, first: GlobalStep, count: float) -> None:
-        """Print what is suspicious about the loss of step 1."""
-        if problem := few_counted_problem(count, self.plan.global_count(0)):
-            self.line(problem)
-        if self.untrained_loss and (problem := first_loss_problem(first.loss, self.untrained_loss)):
-            self.line(problem)
 
     # --- evaluation, summary -----------------------------------------------------------------------------------
 
@@ -201,6 +181,11 @@ class StepLog:
             self.output.terminal.line(text)
         elif self.group.worker.is_main:
             say(text, rank=0)
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Lines from rank 0."""
+        for text in texts:
+            self.line(text)
 
     def summary(self, step: int, **numbers: object) -> None:
         """Print the last lines, write the last row, and plot curves.png. Every rank must call this."""

@@ -7,7 +7,7 @@ that come and go, nodes that train by themselves, shares by speed, the largest m
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,27 +15,26 @@ import torch
 from torch.utils.data import Dataset
 
 from common.elastic.group import elastic_group
-from common.errors import UserError
 from common.join.members import Members
 from common.join.process_group import Group, process_group
 from common.launch import cli
 from common.launch.layout import Worker
 from common.record.checkpoint import WriteExtra
 from common.record.folder import open_folder
-from common.record.resume import require_given, resume
+from common.record.resume import resume
 from common.record.trackers import Tracker
+from common.run import beginning, order
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending, handle_signals
 from common.run.evaluation import EvaluationLoader
+from common.run.leaving import leave
 from common.run.log import StepLog
-from common.run.micro_batches import largest_micro_batches
 from common.run.precision import Precision
 from common.run.schedule import find_due, wants_evaluation
 from common.state import Stateful
-from common.uneven import ddp
+from common.uneven.ddp import UnevenDistributedDataParallel
 from common.uneven.global_batches import GlobalBatchLoader
-from common.uneven.guards.fingerprint import fingerprint
-from common.uneven.guards.same import description, require_same, require_same_numbers
+from common.uneven.guards.same import require_same_numbers
 from common.uneven.options.balance import Balancer
 from common.uneven.options.local_sgd import LocalSGD
 from common.uneven.seeding import derive_seed, seed_noise
@@ -46,6 +45,21 @@ NO_LINK_FLAGS = {"compress": "off", "sync_every": None, "outer_lr": 1.0, "outer_
 
 class Run:
     """One run on this rank. Every rank makes one, and calls the same methods in the same order."""
+
+    # What it asks, from the beginning,
+    group: Group
+    members: Members
+    # with the data and the model,
+    batches: GlobalBatchLoader
+    nodes: LocalSGD
+    net: torch.nn.Module
+    # and once the model is wrapped; the last two not with --eval-only
+    model: UnevenDistributedDataParallel
+    micro_batches: Sequence[int | None]  # of each rank
+    balancer: Balancer
+    log: StepLog
+    checkpointer: Checkpointer
+    ending: Ending
 
     def __init__(self, worker: Worker, args: Namespace, name: str, trackers: Iterable[Tracker] = ()):
         """`name` is that of the folder below runs/; `trackers` get every row of metrics.jsonl, on rank 0 only."""
@@ -58,8 +72,8 @@ class Run:
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
         self.held_out: list[EvaluationLoader] = []
-        self._summary: dict[str, object] = {}
-        self._stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
+        self.summary: dict[str, object] = {}  # what the last row of metrics.jsonl has besides what each run has
+        self.stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
 
     def __enter__(self) -> "Run":
         self._entered = self._enter()
@@ -73,8 +87,7 @@ class Run:
         options = cli.join_options(self.args)
         joining: Any = elastic_group if options.elastic else process_group
         with joining(self.worker, options) as joined:
-            found: tuple[Group, Members] = joined if options.elastic else (joined, Members())
-            self.group, self.members = found
+            self.group, self.members = joined if options.elastic else (joined, Members())
             if self.members.generation:  # the others would take a signal for the loss of this rank
                 handle_signals(self.group, self.members)
             self.device = self.group.device
@@ -83,13 +96,7 @@ class Run:
             self.seed("anything")  # that a trainer draws before it seeds
             yield self
             if hasattr(self, "ending"):  # training has begun
-                all_here = self._leave_loop()
-                self.finish_saving()
-                self.ending.interrupts.close()
-                # The others would take rank 0 for one that is still in the loop, if it drew for long.
-                waits = self.group.run_independently("rank 0, which draws curves.png")
-                with waits if all_here else contextlib.nullcontext():
-                    self.log.summary(self.step, **self._summary)
+                leave(self)
 
     # --- data ----------------------------------------------------------------------------------------------------
 
@@ -141,11 +148,7 @@ class Run:
         """Load the checkpoint that --resume asks for. `states` are what a step changes besides the weights of `net`:
         all optimizers and schedulers, an average of the weights (see common.state.Stateful). `settings` must be those
         of the checkpoint, as flags must. Every rank must call this, before `wrap`."""
-        if not hasattr(self, "batches"):
-            raise UserError(
-                "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a "
-                "DataLoader of one's own cannot take its place"
-            )
+        order.before_resume(self)
         args, batches, self.net = self.args, self.batches, net
         if self.members.prepares:  # the members will give it their state
             return
@@ -165,58 +168,17 @@ class Run:
         untrained_loss: float | None = None,
         dynamic: bool = False,
         **options: Any,
-    ) -> ddp.UnevenDistributedDataParallel:
+    ) -> UnevenDistributedDataParallel:
         """`net` in DistributedDataParallel, and the files of the run opened. Every rank must call this, after `resume`.
 
         `compute_loss(model, micro)` returns the summed loss of a micro-batch, or a tuple that begins with it. The first
         loss must be near `untrained_loss`, such as ln(10) for a guess among ten classes. `dynamic`: rows differ in
         length, which --compile should know. `options` are further ones of `ddp.wrap`.
         """
-        if not hasattr(self, "net"):
-            raise UserError(
-                "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
-            )
-        if hasattr(self, "log"):
-            raise UserError(
-                "run.wrap() twice: a run has one model, wrapped once. Give a second network to "
-                "common.uneven.ddp.wrap(net, batches, compute_loss), and freeze or add layers before wrap()"
-            )
-        if self.members.may_change:
-            self.members.have_loaded(self._loaded(net, options))
-        args, batches, given = self.args, self.batches, cli.micro_batches(self.args, self.worker.world_size)
-        self.micro_batches = given or largest_micro_batches(self, net, compute_loss)
-        batches.micro_batch = self.micro_batches[self.worker.rank]
-        compiled = "dynamic" if args.compile and dynamic else args.compile
-        links = {"compress": args.compress, "nodes": self.nodes}
-        require_same(self._held_out(options), "every rank must read the same data, in the same order")
-        self.model = ddp.wrap(net, batches, compute_loss, compiled=compiled, **links, **options)
-        cut = batches.plan, batches.sampler, batches.timer
-        self.balancer = Balancer(*cut, self.model, on=args.balance == "auto")
-        self.log = StepLog(self, untrained_loss)
-        if args.eval_only:
-            self.evaluation_is_due, self.total_steps = True, self.step
-            return self.model
-        facts = {"micro_batches": self.micro_batches, **self.facts}
-        has_checkpoints = self.log.open_together(self.folder, self.step, self.total_steps, facts)
-        goes_on = self.step > 0 and self.members.generation > 0
-        self.checkpointer = Checkpointer(self, wants_one=goes_on and not has_checkpoints)
-        self.ending = Ending(self.group, self.members)
-        self.log.asks = lambda: bool(self.ending.signal or self.members.newcomers_wait)
-        if goes_on:  # what was due after the last step may not have been done
-            self._find_due(wants_evaluation(self, self.step))
+        order.before_wrap(self)
+        self.model = beginning.wrap_model(self, net, compute_loss, dynamic, **options)
+        beginning.open_files(self, untrained_loss)
         return self.model
-
-    def _held_out(self, options: dict[str, Any]) -> dict[str, str]:
-        if "the data" in options.get("layout_dependent", ()):
-            return {}
-        return {f"held-out set {number}": one.data_fingerprint() for number, one in enumerate(self.held_out, 1)}
-
-    def _loaded(self, net: torch.nn.Module, options: dict[str, Any]) -> dict[str, str]:
-        """What a process must have loaded too that is let in."""
-        loaded = {**self.data_fingerprint, **self._held_out(options), "the model": fingerprint(description(net))}
-        if "the data" not in options.get("layout_dependent", ()):
-            loaded["the training set"] = self.batches.data_fingerprint()
-        return {name: str(value) for name, value in loaded.items()}
 
     # --- the step ------------------------------------------------------------------------------------------------
 
@@ -228,7 +190,7 @@ class Run:
         """`loss.backward(**options)`, scaled up under fp16. What it is given in a step, over all micro-batches and
         ranks, is the loss of the step in the log."""
         if self.evaluation_is_due:
-            self._stopped_clock.close()  # the trainer has not evaluated
+            self.stopped_clock.close()  # the trainer has not evaluated
         self.precision.backward(loss, **options)
 
     def optimizer_step(
@@ -239,14 +201,7 @@ class Run:
 
         Raises UserError where the step before has had no `end_step`.
         """
-        if not hasattr(self, "model"):
-            raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
-        for one in optimizers:
-            if one not in self.optimizers:
-                require_given(one, self.states)
-                self.optimizers.add(one)
-        if self.batches.last.step != self.step:
-            raise UserError(f"step {self.step + 1} has had no run.end_step(): call it at the end of each step")
+        order.before_optimizer_step(self, optimizers)
         self.lr = optimizers[0].param_groups[0]["lr"]
         which = self.model if model is None else model
         self.grad_norm = self.precision.step(which, clip_norm, *optimizers, round_of_checks=self.batches.timer.round)
@@ -257,28 +212,15 @@ class Run:
         Every 1 to 5 seconds the ranks exchange what they have noted. Raises RunError for a loss that is not finite, and
         UserError for a step that an optimizer has taken by itself.
         """
-        if self.lr is None:
-            raise UserError(
-                "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
-                "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
-            )
-        if self.precision.backpropagated is None:
-            raise UserError(
-                "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
-                "fp16 know nothing"
-            )
+        order.before_end_step(self)
+        assert self.lr is not None
         batch, self.step = self.batches.last, self.batches.last.step + 1
         ends = self.step == self.total_steps or self.ending.ends_run
         evaluates = self.nodes.end_step(wants_evaluation(self, self.step), now=ends)
         self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
         self.lr = None
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
-        self._find_due(evaluates)
-
-    def _find_due(self, evaluates: bool, ends: bool = False) -> None:
-        self.evaluation_is_due, self.checkpoint_is_due = find_due(self, evaluates, ends)
-        if self.evaluation_is_due:
-            self._stopped_clock.enter_context(self.log.pause())  # its time does not count as training
+        find_due(self, evaluates)
 
     # --- what is due ---------------------------------------------------------------------------------------------
 
@@ -296,7 +238,7 @@ class Run:
         this, with the same numbers, which must be those of all ranks; else it raises UserError."""
         self._all_call("run.log_evaluation()")
         require_same_numbers(numbers, f"the evaluation after step {self.step}")
-        self._stopped_clock.close()
+        self.stopped_clock.close()
         self.evaluation_is_due = False
         self.log.evaluation(self.step, **numbers)
 
@@ -306,10 +248,7 @@ class Run:
         Into another folder than "checkpoints" go the weights alone, of one step only, with `numbers` in its state.json.
         Raises Interrupted where a signal has asked for the end of the run.
         """
-        if not hasattr(self, "checkpointer"):
-            raise UserError(
-                "--eval-only writes no checkpoint: call run.save() after a step, or where run.checkpoint_is_due"
-            )
+        order.before_save(self)
         self._all_call("run.save()")
         fields = self.data_fingerprint | self.config | {"precision": self.precision.name} | numbers
         self.checkpointer.save(self.step, fields, into, write_extra)
@@ -322,22 +261,6 @@ class Run:
         waits = f"all ranks, each of which must call {what}: is one alone in an evaluation?"
         with self.group.run_independently(waits, CALL_SECONDS):
             pass
-
-    def _leave_loop(self) -> bool:
-        """Write and save what is not yet, where the loop has ended before its last step. Returns whether all ranks have
-        left it. Every rank must call this."""
-        all_here = self.group.all_come("the end of the loop")
-        if not self.log.noted and self.checkpointer.saved_step == self.step:
-            return all_here
-        if not all_here:
-            self.line(f"note: ranks end the loop at different times: not all of step {self.step} is written or saved")
-            return False
-        self._find_due(evaluates=False, ends=True)
-        if self.nodes.is_synchronized:
-            self.save(write_extra=self.checkpointer.write_extra)
-        else:
-            self.line(f"note: step {self.step} is not saved: it is between two exchanges of --sync-every")
-        return True
 
     def finish_saving(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""
@@ -354,4 +277,4 @@ class Run:
 
     def summarize(self, **numbers: object) -> None:
         """What the last row of metrics.jsonl has besides what each run has."""
-        self._summary |= numbers
+        self.summary |= numbers

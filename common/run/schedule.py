@@ -16,9 +16,9 @@ def wants_evaluation(run: "Run", step: int) -> bool:
     return epoch_ends(run, step) or bool(every and step % every == 0)
 
 
-def find_due(run: "Run", evaluates: bool, ends: bool = False) -> tuple[bool, bool]:
-    """Whether to evaluate, and whether to save. Before either, and every 1 to 5 seconds, and where the loop `ends`, the
-    ranks exchange what they have noted. Every rank must call this."""
+def find_due(run: "Run", evaluates: bool, ends: bool = False) -> None:
+    """Find whether an evaluation is due, which `evaluates` says, and a checkpoint. Before either, and every 1 to 5
+    seconds, and where the loop `ends`, the ranks exchange what they have noted. Every rank must call this."""
     saves = run.checkpointer.is_due(run.step, now=ends or epoch_ends(run, run.step) or run.ending.is_due)
     exchanges = saves or evaluates or run.log.is_due
     if exchanges and (steps := run.log.exchange(run.ending.signal)):
@@ -28,4 +28,6 @@ def find_due(run: "Run", evaluates: bool, ends: bool = False) -> tuple[bool, boo
     # after an exchange may be one, because an exchange tells whether to save.
     if exchanges or run.log.is_due_next or wants_evaluation(run, run.step + 1) or run.checkpointer.saves(run.step + 1):
         run.batches.timer.begin_checks()
-    return evaluates and run.log.evaluated_step != run.step, saves
+    run.evaluation_is_due, run.checkpoint_is_due = evaluates and run.log.evaluated_step != run.step, saves
+    if run.evaluation_is_due:
+        run.stopped_clock.enter_context(run.log.pause())  # its time does not count as training

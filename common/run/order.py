@@ -1,0 +1,62 @@
+"""In which order a trainer calls a Run: what it has left out is named, and what to write."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.errors import UserError
+from common.record.resume import require_given
+
+if TYPE_CHECKING:
+    from common.run.run import Run
+
+
+def before_resume(run: "Run") -> None:
+    if not hasattr(run, "batches"):
+        raise UserError(
+            "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a DataLoader "
+            "of one's own cannot take its place"
+        )
+
+
+def before_wrap(run: "Run") -> None:
+    if not hasattr(run, "net"):
+        raise UserError(
+            "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
+        )
+    if hasattr(run, "log"):
+        raise UserError(
+            "run.wrap() twice: a run has one model, wrapped once. Give a second network to "
+            "common.uneven.ddp.wrap(net, batches, compute_loss), and freeze or add layers before wrap()"
+        )
+
+
+def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    if not hasattr(run, "model"):
+        raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
+    for one in optimizers:
+        if one not in run.optimizers:
+            require_given(one, run.states)
+            run.optimizers.add(one)
+    if run.batches.last.step != run.step:
+        raise UserError(f"step {run.step + 1} has had no run.end_step(): call it at the end of each step")
+
+
+def before_end_step(run: "Run") -> None:
+    if run.lr is None:
+        raise UserError(
+            "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
+            "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
+        )
+    if run.precision.backpropagated is None:
+        raise UserError(
+            "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
+            "fp16 know nothing"
+        )
+
+
+def before_save(run: "Run") -> None:
+    if not hasattr(run, "checkpointer"):
+        raise UserError(
+            "--eval-only writes no checkpoint: call run.save() after a step, or where run.checkpoint_is_due"
+        )
