@@ -1,8 +1,9 @@
 """Training and evaluation on MNIST: read this first, top to bottom.
 
-Every worker of every node runs `train`, and what it computes depends on neither node nor GPU: `worker` holds the rank,
-and `run` cuts the batches (common/uneven/global_batches.py) and knows what is due, by epochs, --save-every, --max-steps
-and --eval-only (common/run/schedule.py). It also writes each step's loss. The flags are in mnist-distributed.py.
+Every worker of every node runs `train`. How many ranks there are, and on which nodes, does not change the result.
+`worker` holds the rank. `run` cuts the batches (common/uneven/global_batches.py), knows what is due, by epochs,
+--save-every, --max-steps and --eval-only (common/run/schedule.py), and logs the loss of each step. The flags are in
+mnist-distributed.py.
 """
 
 import math
@@ -23,30 +24,34 @@ from mnist_ddp.model import ConvNet
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with Run(worker, args, name="mnist") as run:
-        # Data. An epoch's order is shuffled, the same on every layout. A global batch is a slice of it, and a rank has
-        # a slice of that, by its share, which is equal without --shares and --balance: on `8,2`, ten ranks, ranks 0 to
-        # 5 have 26 of 256 images, the others 25. The last batch of an epoch may be smaller.
-        with run.first_on_node(f"the data set {args.dataset}"):  # then the node's other ranks, which find it there
+        # Data. An epoch's order is shuffled, the same on every layout. A global batch is the next slice of it, and each
+        # rank gets a slice of the global batch, in the order of the ranks. These are equal, up to one image, without
+        # --shares and --balance: on nodes of 8 and 2 GPUs, ranks 0 to 5 get 26 of 256 images, ranks 6 to 9 get 25. The
+        # last global batch of an epoch may be smaller.
+        with run.first_on_node(f"the data set {args.dataset}"):  # one rank of each node first: the others find it there
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
-        run.agree(data=f"{args.dataset} {fingerprint}")  # between the ranks, and with the checkpoint of --resume
+        run.agree(data=f"{args.dataset} {fingerprint}")  # an error if a rank, or the checkpoint, has other data
         run.describe(data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images")
         batches, test_loader = run.global_batches(train_set), run.evaluation_loader(test_set)
 
         # Model. The seed gives every layout the same initial weights.
         run.seed("weights")
         net = ConvNet(train_set.side).to(run.device, run.precision.dtype)
-        # With the usual eps of 1e-8, rounding noise in gradients near zero would set layouts apart by 5e-5 in 20 steps.
+        # With the usual eps of 1e-8, rounding noise in gradients near zero makes the losses of two layouts differ by
+        # 5e-5 after 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
-        run.resume(net, optimizer=optimizer, scheduler=scheduler)  # and the place in `batches`, with --resume
-        # DDP whose all-reduce sums, where plain DDP averages. The first loss must be near that of a guess, ln(10): a
-        # wrong count is found so.
+        # With --resume, load the checkpoint into these three and the place in `batches`. Without it, nothing is loaded.
+        run.resume(net, optimizer=optimizer, scheduler=scheduler)
+        # DDP whose all-reduce sums, where plain DDP averages. The first loss is checked to be near that of a guess,
+        # ln(10), which a loss that is divided by a wrong count is not.
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due after the steps so far comes first, at the start, in a resumed run and after the last step
-            # alike. With --elastic, `train` is called again on the ranks that are left when one has died: `run.resume`
-            # then takes the state after the last step from their memory, and the step under way is done again.
+            # What is due at this step comes first: so it is also done before the first step of a resumed run, and after
+            # the last step. A rank that dies ends the run, and --resume goes on from the last checkpoint; or, with
+            # --elastic, `train` is called again on the ranks that are left: `run.resume` then takes the state after the
+            # last step from their memory, and the step under way is done again.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:
@@ -55,11 +60,11 @@ def train(worker: Worker, args: Namespace) -> None:
                 break
 
             batch = next(batches)  # this rank's part of one global batch
-            for micro, is_last in batch.micro_batches():  # at least one: where there are no images, an empty one
+            for micro, is_last in batch.micro_batches():  # at least one; of a rank without images, an empty one
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro, args.label_smoothing)
-                    run.backward(loss_sum / batch.global_count)  # the count of all ranks: the all-reduce adds up
+                    run.backward(loss_sum / batch.global_count)  # counted over all ranks: the all-reduce sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()
