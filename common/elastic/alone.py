@@ -12,7 +12,8 @@ from common.console import say
 from common.elastic.membership import Membership
 from common.errors import RunError
 from common.files import is_locked
-from common.join.process_group import Group, name_interface
+from common.join.interfaces import name_interface
+from common.join.process_group import Group
 from common.join.store import split
 from common.join.turn import SAY_EVERY_SECONDS
 from common.join.view import view_of

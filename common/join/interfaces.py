@@ -1,15 +1,17 @@
-"""The network interface that a person has named, by --interface or by the variable that gloo or NCCL reads."""
+"""The network interface: one that somebody has named, by --interface or a variable of gloo or NCCL, or one found."""
 
 import os
 from collections.abc import Mapping
 
+from common.console import say
 from common.errors import UserError
 from common.join import network
 from common.launch.addresses import WILDCARDS, host_and_port, is_loopback
-from common.launch.layout import Layout
+from common.launch.layout import Layout, Worker
 from common.launch.options import JoinOptions
 
 VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+_set_here: dict[str, str] = {}  # the variables that this process has set
 
 
 def check(options: JoinOptions, backend: str, layout: Layout) -> None:
@@ -71,3 +73,20 @@ def _leaves(options: JoinOptions, layout: Layout) -> bool:
         return False
     host = host_and_port(layout.init_method)[0]
     return not is_loopback(network.own_address(options.interface) if host in WILDCARDS else host)
+
+
+def name_interface(worker: Worker, options: JoinOptions, own_address: str) -> None:
+    """Tell gloo and NCCL the interface of --interface, or else the one that reaches the other ranks, unless a variable
+    names another.
+
+    gloo would resolve this machine's host name instead, which is often 127.0.1.1 or nothing at all.
+    """
+    interface = options.interface or network.interface_of(own_address)
+    for variable in VARIABLES.values():
+        named = os.environ.get(variable)
+        if named == _set_here.get(variable):  # by this process, for ranks that may be reached in another way by now
+            named = None
+        if named and options.interface and named != interface and not worker.membership and worker.local_rank == 0:
+            say(f"--interface {interface} counts, and not {variable}={named}", worker.rank)
+        if interface and (options.interface or not named):
+            os.environ[variable] = _set_here[variable] = interface

@@ -7,7 +7,6 @@ called again on the open store, so that the members of a job may change (see doc
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.console import say
 from common.errors import UserError
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off, ports_of
@@ -33,7 +31,6 @@ from common.launch.replacing import FINISHES, WORKS
 LEAVE_SECONDS = 10.0
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
 BACKEND_SECONDS = 4.0  # after --timeout, for the backend's own message
-_named: dict[str, str] = {}  # the variables that this process has set
 NOTICE_SECONDS = 2.0  # in which a rank in a collective notices that a connection is closed
 LEFT_EARLY = (
     "left the training loop before the others: let the same number decide on every rank, such as run.is_done or one "
@@ -269,25 +266,8 @@ def join(
     own = opened.own_address
     if not options.interface and network.is_local(verdict.master_address or "localhost"):
         own = verdict.master_address or own  # the master's own workers take the address that other nodes have reached
-    name_interface(worker, options, own)
+    interfaces.name_interface(worker, options, own)
     return Joined(verdict.store, verdict.views, own)
-
-
-def name_interface(worker: Worker, options: JoinOptions, own_address: str) -> None:
-    """Tell gloo and NCCL the interface of --interface, or else the one that reaches the other ranks, unless a variable
-    names another.
-
-    gloo would resolve this machine's host name instead, which is often 127.0.1.1 or nothing at all.
-    """
-    interface = options.interface or network.interface_of(own_address)
-    for variable in interfaces.VARIABLES.values():
-        named = os.environ.get(variable)
-        if named == _named.get(variable):  # by this process, for ranks that may be reached in another way by now
-            named = None
-        if named and options.interface and named != interface and not worker.membership and worker.local_rank == 0:
-            say(f"--interface {interface} counts, and not {variable}={named}", worker.rank)
-        if interface and (options.interface or not named):
-            os.environ[variable] = _named[variable] = interface
 
 
 def connect(

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from common.errors import ExplainedError, UserError
-from common.launch import cli, supervisor, worker
+from common.launch import cli, joining_flags, supervisor, worker
 from common.launch.detect import layout_from
 from common.launch.environment import check_environment
 from common.launch.interruption import INTERRUPTED
@@ -37,10 +37,10 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
     try:
         check_environment(os.environ)
         keep_paths_short()
-        outside = cli.flags_outside(parser)
+        outside = joining_flags.flags_outside(parser)
         if outside and outside.stop:
             _require_torch()
-            parser.exit(0, f"{importlib.import_module(OUTSIDE).stop(*cli.run_to_find(outside))}\n")
+            parser.exit(0, f"{importlib.import_module(OUTSIDE).stop(*joining_flags.run_to_find(outside))}\n")
         args, layout = _joining(parser, outside) if outside else _starting(parser, check)
         _require_torch()
     except ExplainedError as error:
@@ -66,9 +66,9 @@ def _joining(parser: ArgumentParser, outside: Namespace) -> tuple[Namespace, Lay
     _require_torch()
     supervisor.expect_lost_processes()
     layout = layout_from(cli.layout_flags(outside))
-    leader, run = importlib.import_module(OUTSIDE).find(*cli.run_to_find(outside))
+    leader, run = importlib.import_module(OUTSIDE).find(*joining_flags.run_to_find(outside))
     place = replace(layout, leader=leader, run_size=run["size"], init_method=run["meets"])
-    return cli.flags_of_run(parser, run["flags"]), place
+    return joining_flags.flags_of_run(parser, run["flags"]), place
 
 
 def _require_torch() -> None:

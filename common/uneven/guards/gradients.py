@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.uneven.guards.gradient_watch import GradientWatch, Versions
 from common.uneven.guards.same import require_same_network
 from common.uneven.guards.state import ModelState
 from common.uneven.guards.words import shown
@@ -17,7 +17,6 @@ from common.uneven.options.global_batch import needs_whole_parts
 from common.uneven.options.timer import StepTimer
 
 IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
-HOOKED_STEPS = 3
 
 
 class Guard:
@@ -34,10 +33,6 @@ class Guard:
         self.round = 0  # of the timer's, in which all was looked at last
         self.needs_whole_parts = whole_parts or needs_whole_parts(net)
         self.state = ModelState(self.layers, layout_dependent)
-        self.noted: dict[str, tuple[int, int]] = {}  # gradients after the last micro-batch, within a step
-        # As backward has left them. The first steps suffice: who changes gradients there does so in every step.
-        self.left: dict[str, tuple[int, int]] = {}
-        self.hooked_steps = HOOKED_STEPS
         self.exchanges = 0  # within a micro-batch
         self.has_trained = False  # in training mode
 
@@ -47,25 +42,21 @@ class Guard:
         self.number = len(self.models) + 1  # in the order of `wrap`
         self.state.begin()
         self.trained = {name: one for name, one in self.parameters if one.requires_grad}
-        self.hooks = [
-            one.register_post_accumulate_grad_hook(partial(self._note_left, name))
-            for name, one in self.parameters
-            if one.requires_grad
-        ]
+        self.watched = GradientWatch(self.parameters)
 
     @property
     def looks(self) -> bool:
         """Whether this step is one in which all is looked at."""
-        return self.round != self.timer.round or self.hooked_steps > 0
+        return self.round != self.timer.round or self.watched.hooked_steps > 0
 
     def begin_micro_batch(self, is_last: bool) -> None:
         """Call before forward and backward of a micro-batch."""
         self.require_whole_part(is_last)
         self.say_no_training()
-        self.others: list[tuple[Guard, dict[str, tuple[int, int]]]] = []
+        self.others: list[tuple[Guard, Versions]] = []
         if self.looks:
-            self.require_noted_gradients()
-            self.others = [(one.guard, one.guard.gradients()) for one in self.models if one.guard is not self]
+            self.watched.begin_micro_batch()
+            self.others = [(one.guard, one.guard.watched.versions()) for one in self.models if one.guard is not self]
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
             # A rank that skips one would add to another's sums.
             require_same_network(self.number, self.timer.device, self.ranks)
@@ -76,17 +67,15 @@ class Guard:
         """Call after forward and backward of a micro-batch."""
         if self.exchanges > 1:
             raise _summed_twice()
-        for name, (one, version) in self.noted.items():  # backward adds to what was there
-            if name in self.left and (self.left[name][0] != one or self.left[name][1] <= version):
-                raise _changed_gradients()
+        self.watched.end_backward()
         if not is_last and _collectives() != self.collectives:
             raise UserError(
                 "forward or the loss has waited for other ranks in a micro-batch, of which ranks have different "
                 "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
             )
-        for guard, gradients in self.others:
-            guard.require_untouched(gradients)
-        self.note_gradients(is_last)
+        for guard, before in self.others:
+            guard.watched.require_untouched(before, guard.net)
+        self.watched.end_micro_batch(is_last, self.looks)
         if is_last:
             self.require_complete(all_reduced=self.timer.is_marked("ready"))
 
@@ -104,14 +93,14 @@ class Guard:
         self.require_all_reached(all_reduced)
         if self.looks:
             self.state.require_same_buffers()
-        if self.hooked_steps >= 0:
-            self.state.say_changed_tensors(is_last_look=self.hooked_steps == 0)
+        if self.watched.hooked_steps >= 0:
+            self.state.say_changed_tensors(is_last_look=self.watched.hooked_steps == 0)
         self.round = self.timer.round
 
     def require_no_gradients(self, same_step: bool) -> None:
         """Raise UserError if there are gradients, which have been summed over the ranks already: in the same step, or
         in the one before, as far as no micro-batch of this one has run. Of the latter the first steps suffice."""
-        if not same_step and (self.noted or self.hooked_steps <= 0):
+        if not same_step and (self.watched.noted or self.watched.hooked_steps <= 0):
             return
         if any(one.grad is not None and one.grad.any() for _, one in self.parameters):
             if same_step:
@@ -171,44 +160,6 @@ class Guard:
                 same_on_every_rank=same_on_every_rank,
             )
 
-    def gradients(self) -> dict[str, tuple[int, int]]:
-        """By name of a parameter, which tensor its gradient is, and how often that has been written."""
-        return {name: (id(one.grad), one.grad._version) for name, one in self.parameters if one.grad is not None}
-
-    def _note_left(self, name: str, one: torch.Tensor) -> None:
-        if one.grad is not None:
-            self.left[name] = id(one.grad), one.grad._version
-
-    def note_gradients(self, is_last: bool) -> None:
-        """Note the gradients after a micro-batch, for `require_noted_gradients`; the step's last one ends that. Raises
-        UserError if they are not those that backward has left."""
-        self.noted = {} if is_last or not self.looks else self.gradients()
-        if self.hooks and not is_last and any(self.noted.get(name) != left for name, left in self.left.items()):
-            raise _changed_gradients()
-        self.hooked_steps -= is_last
-        if self.hooked_steps <= 0:
-            for hook in self.hooks:
-                hook.remove()
-            self.hooks = []
-
-    def require_noted_gradients(self) -> None:
-        """Raise UserError if a gradient has changed since the last micro-batch of this step. Call it before each."""
-        self.left.clear()
-        if self.noted and self.noted != self.gradients():
-            raise _changed_gradients()
-
-    def require_untouched(self, before: dict[str, tuple[int, int]]) -> None:
-        """Raise UserError if the gradients are not those that `gradients` found: another network's loss went through
-        this one, and no rank exchanges what that left here."""
-        after = self.gradients()
-        if changed := [name for name in after if before.get(name) != after[name]]:
-            raise UserError(
-                f"the backward of one wrapped network has left gradients in {shown(changed)} of another one (a "
-                f"{type(self.net).__name__}), which "
-                "are not summed over the ranks: freeze that one with requires_grad_(False) meanwhile, or, if one loss "
-                "trains both, make them one module and wrap that"
-            )
-
 
 def _summed_twice() -> UserError:
     return UserError(
@@ -222,13 +173,6 @@ def _collectives() -> int:
     """How many collectives this rank has begun in the group of all ranks."""
     group: Any = dist.distributed_c10d._get_default_group()
     return group._get_sequence_number_for_group()
-
-
-def _changed_gradients() -> UserError:
-    return UserError(
-        "a gradient has changed between two micro-batches of a step, before it was summed over the ranks: clip or "
-        "scale gradients, step and zero_grad after the last one, in which each network must run"
-    )
 
 
 class UnsummedGradients:
