@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from itertools import pairwise
 
@@ -16,7 +17,13 @@ from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
 from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
-from common.uneven.options.token_balance import SortedShard, TokenBalancedSampler, cut_parts, cut_passes
+from common.uneven.options.token_balance import (
+    SortedShard,
+    TokenBalancedSampler,
+    cut_padded_parts,
+    cut_parts,
+    cut_passes,
+)
 from common.uneven.plan import plan_batches
 from tests.harness import ROOT, SHARED, run
 from tests.small_bert import save_classes, save_conll, save_model, save_ner, sentences
@@ -299,6 +306,22 @@ def test_tokens_with_padding_follow_the_shares_within_a_row(lengths):
     padded = np.repeat(falling[cuts[:-1]], np.diff(cuts))
     for share, begin, end in zip(shares, borders[:-1], borders[1:], strict=True):
         assert abs(padded[begin:end].sum() - padded.sum() * share / 6) <= falling[0]
+
+
+def test_no_other_cut_into_padded_parts_has_a_smaller_largest_part_beside_the_shares(lengths):
+    for begin, shares in itertools.product(range(0, 60, 6), ((1.0, 1.0, 1.0), (3.0, 1.0, 2.0), (0.5, 0.0, 0.25))):
+        falling = np.sort(lengths[begin : begin + 12])[::-1]
+
+        def largest(borders, falling=falling, shares=shares):
+            sizes = [(b - a) * falling[a] if b > a else 0 for a, b in pairwise(borders)]
+            beside = zip(sizes, shares, strict=True)
+            return max(size / share if share else math.inf if size else 0 for size, share in beside)
+
+        every = itertools.combinations_with_replacement(range(13), 2)
+        best = min(largest([0, *inner, 12]) for inner in every)
+        found = cut_padded_parts(falling, shares)
+        assert found[0] == 0 and found[-1] == 12 and largest(found) <= best + 1 / min(filter(None, shares))
+    assert cut_padded_parts(lengths[:0], (1.0, 1.0)) == [0, 0, 0]
 
 
 def test_passes_cost_no_more_than_any_cut_tried_by_hand():

@@ -47,7 +47,10 @@ class Run:
 
     @property
     def is_uneven(self) -> bool:
-        """Did any rank ever have another share than the others? --balance and --elastic change shares in mid-run."""
+        """Did any rank ever have another share than the others? --balance and --elastic change shares in mid-run; parts
+        that are balanced by tokens have different numbers of samples."""
+        if any("parts" in start["facts"] for start in self.starts):
+            return True
         shares = [holder.get("shares") for holder in (*self.starts, *self.ranks.values())]
         return any(share != one[0] for one in shares if isinstance(one, list) for share in one)
 

@@ -60,7 +60,8 @@ class Output:
             self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), takes_over)
             if not self.is_copy:
                 layout = group.worker.layout
-                run_json.add_start(folder, layout, group.views, plan.shares, options.flags, facts, first_step)
+                noted = {**facts, "parts": "balanced by tokens"} if plan.balances_tokens else facts
+                run_json.add_start(folder, layout, group.views, plan.shares, options.flags, noted, first_step)
         except OSError as error:
             raise RunError(f"could not write into {folder}: {error.strerror}: make room there") from error
         if members.generation and not self.is_copy:

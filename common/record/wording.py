@@ -19,7 +19,10 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         name = view["device"].partition("(")[2].rstrip(")")  # of "cuda:0 (NVIDIA H100)"
         hosts.setdefault((view["node_rank"], view["host"]), []).append(name)
     counted = {host: [f"{names.count(one)} x {one}" for one in dict.fromkeys(names)] for host, names in hosts.items()}
-    sizes = [size or max(plan.shares) for size in facts["micro_batches"]]
+    shares, sizes = f"shares {runs(plan.shares)}", [size or max(plan.shares) for size in facts["micro_batches"]]
+    if plan.balances_tokens:  # a rank may have few long rows, or many short ones
+        shares = f"shares {runs([f'{weight:g}' for weight in plan.changes[-1].weights])} of the tokens"
+        sizes = [size or plan.global_batch for size in facts["micro_batches"]]
     most = runs(sizes) if len(set(sizes)) > 1 else str(sizes[0])
     idle = f"; {_plural(plan.shares.count(0), 'rank')} without samples" if 0 in plan.shares else ""
     all_of = f" (there are {plan.samples})" if plan.global_batch > plan.samples else ""
@@ -27,7 +30,7 @@ def header(group: Group, plan: BatchPlan, options: RunOptions, facts: Mapping[st
         "layout": f"{_plural(layout.world_size, 'process')} on {_plural(len(hosts), 'node')} ({layout.source})",
         "devices": "; ".join(f"{host}: {', '.join(names)}" for (_, host), names in counted.items()),
         "backend": f"{group.backend}, {flags['precision']}",
-        "batch": f"{plan.global_batch} {options.unit} a step over all ranks{all_of}, shares {runs(plan.shares)}, "
+        "batch": f"{plan.global_batch} {options.unit} a step over all ranks{all_of}, {shares}, "
         f"micro-batches of at most {most}{idle}",
         **_links(flags, len(hosts), layout.world_size),
         **{name: value for name, value in facts.items() if name != "micro_batches"},
@@ -58,7 +61,7 @@ def _measure(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def runs(values: Sequence[int]) -> str:
+def runs(values: Sequence[object]) -> str:
     """(64, 64, 64, 32) -> '64 x3, 32'."""
     parts = [(value, len([*same])) for value, same in groupby(values)]
     return ", ".join(f"{value} x{times}" if times > 1 else str(value) for value, times in parts)

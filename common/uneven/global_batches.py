@@ -106,9 +106,9 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         `micro_batch`: the most samples in one forward on this rank, None for all at once. `shares`: how each global
         batch is divided, one number for each rank, in any unit. `counts`: for each sample, what the loss is a mean
         over, such as its tokens; by default samples. `lengths`: of the samples, in tokens; parts are then balanced by
-        tokens, and a forward costs `pass_tokens` more. `cut(part, micro_batch)` yields pieces with `is_last`, where
-        rows are not all that there is to cut. `device`: by default the CPU. `dtype`: of floating-point tensors.
-        `options` are further ones of DataLoader, such as num_workers.
+        tokens, counted with padding. `cut(part, micro_batch)` yields pieces with `is_last`, where rows are not all that
+        there is to cut; each of its forwards costs `pass_tokens` more. `device`: by default the CPU. `dtype`: of
+        floating-point tensors. `options` are further ones of DataLoader, such as num_workers.
         """
         self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.dataset, self.seed, self.epochs, self.step = dataset, seed, epochs, step
@@ -119,7 +119,8 @@ class GlobalBatchLoader(Iterator[StepBatch]):
         if lengths is None:
             self.sampler = UnevenDistributedSampler(self.plan, self.rank, seed)
         else:
-            self.sampler = TokenBalancedSampler(self.plan, self.rank, seed, lengths, pass_tokens)
+            of_pass = pass_tokens if cut else None
+            self.sampler = TokenBalancedSampler(self.plan, self.rank, seed, lengths, of_pass)
         self.longest = 0 if lengths is None else int(torch.as_tensor(lengths).argmax())  # a sample of the most tokens
         self.counts = None if counts is None else self.sampler.sums_in_steps(counts)
         self.loader = part_loader(dataset, self.sampler, seed, collate, **options)

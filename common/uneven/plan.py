@@ -36,6 +36,7 @@ class BatchPlan:
     samples: int
     global_batch: int  # samples per optimizer step over all ranks
     changes: list[Shares]  # the last hundred, in order of their steps
+    balances_tokens: bool = False  # the ranks' parts follow the weights in tokens, and not in samples
 
     @property
     def shares(self) -> tuple[int, ...]:

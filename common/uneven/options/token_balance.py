@@ -8,11 +8,13 @@ little padding:
 
     lengths 30 28 12 11 10 10 9 9, two equal shares     | 30 28 | 12 11 10 10 9 9 |
 
-Each rank cuts its part into passes (micro-batches) where a cut saves more padding than a pass costs.
+A part is one batch, padded to its longest row; or a rank cuts it into passes (micro-batches) where a cut saves more
+padding than a pass costs.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,11 +70,34 @@ def cut_parts(lengths: np.ndarray, shares: Sequence[float], pass_tokens: int) ->
     return [0, *(int(border) for border in borders)]
 
 
+def cut_padded_parts(lengths: np.ndarray, shares: Sequence[float]) -> list[int]:
+    """As `cut_parts`, where each part is padded to its longest row as a whole: no other cut has a smaller largest part,
+    in tokens with padding, beside the shares."""
+
+    def cuts(tokens: float) -> list[int]:
+        """Each rank takes rows until it has its share of so many tokens."""
+        found = [0]
+        for share in shares:
+            begin = found[-1]
+            rows = int(share * tokens / max(1, lengths[begin])) if begin < len(lengths) else 0
+            found.append(min(len(lengths), begin + rows))
+        return found
+
+    low, high = 0.0, 2.0
+    while cuts(high)[-1] < len(lengths):
+        high *= 2.0
+    while (high - low) * max(shares) > 0.5:  # of a token: bisection
+        middle = (low + high) / 2
+        low, high = (low, middle) if cuts(middle)[-1] == len(lengths) else (middle, high)
+    return cuts(high)
+
+
 class TokenBalancedSampler(UnevenDistributedSampler):
     """For each optimizer step of an epoch, the rows of this rank's part, longest first; possibly none.
 
     The global batches are those of UnevenDistributedSampler; only the ranks' parts of them differ. For any data set
-    whose lengths are known: `lengths` (samples,) in tokens. `pass_tokens` is what one more forward costs, in tokens.
+    whose lengths are known: `lengths` (samples,) in tokens. `pass_tokens` is what one more forward costs, in tokens,
+    where parts are cut into passes; None where each is padded as a whole.
     """
 
     def __init__(
@@ -81,23 +106,26 @@ class TokenBalancedSampler(UnevenDistributedSampler):
         rank: int,
         seed: int,
         lengths: Sequence[int] | np.ndarray,
-        pass_tokens: int = 0,
+        pass_tokens: int | None = None,
     ):
         super().__init__(plan, rank, seed)
-        self.lengths, self.pass_tokens = np.asarray(lengths), pass_tokens
+        self.lengths, self.is_padded = np.asarray(lengths), pass_tokens is None
+        self.cut = cut_padded_parts if pass_tokens is None else partial(cut_parts, pass_tokens=pass_tokens)
         assert len(self.lengths) == plan.samples, (len(self.lengths), plan.samples)
+        plan.balances_tokens = True
 
     def part(self, step: int, rank: int) -> np.ndarray:
         """Rank `rank`'s rows of step `step`, longest first. The step must be in the epoch of `set_epoch`."""
         begin = self.plan.begin(step)
         rows = self.order().numpy()[begin : begin + self.plan.global_count(step)]
         rows = rows[np.lexsort((rows, -self.lengths[rows]))]
-        borders = cut_parts(self.lengths[rows], self.plan.weights_at(step), self.pass_tokens)
+        borders = self.cut(self.lengths[rows], self.plan.weights_at(step))
         return rows[borders[rank] : borders[rank + 1]]
 
     def work(self, part: Any) -> float:
-        """The tokens of a part."""
-        return int(self.lengths[part].sum())
+        """The tokens of a part, with padding where it is padded as a whole."""
+        lengths = self.lengths[part]
+        return int(len(part) * lengths.max(initial=0) if self.is_padded else lengths.sum())
 
     def rows(self, step: int) -> list[int]:
         """This rank's samples of step `step`, longest first."""
