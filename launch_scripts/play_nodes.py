@@ -76,7 +76,11 @@ def main() -> int:
     master, over = hosts.address(0) if hosts else "127.0.0.1", threading.Event()
     nodes: list[subprocess.Popen[str]] = []
     slow = [threading.Thread(target=_slow_down, args=(nodes, *one, over), daemon=True) for one in speeds.items()]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends the nodes as Ctrl-C does, from the first on
+    # Ctrl-C and `kill` end the nodes from the first on. They raise nothing: between the start of a node and that of the
+    # thread which shows its lines, that would lose the lines.
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: signals.append(received))
     try:
         for number in range(count):
             own = ["-i", str(number), "--master-addr", master, "--master-port", port]
@@ -85,9 +89,7 @@ def main() -> int:
             threading.Thread(target=show, args=(number, node.stdout)).start()
         for thread in slow:
             thread.start()
-        return _wait_for_all(nodes, goes_on="--elastic" in command)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return _wait_for_all(nodes, signals, goes_on="--elastic" in command)
     finally:
         over.set()
         for thread in slow:
@@ -170,14 +172,17 @@ def show(number: int, lines: Iterable[str]) -> None:
         sys.stdout.flush()
 
 
-def _wait_for_all(nodes: list[subprocess.Popen[str]], goes_on: bool) -> int:
-    """Wait until all have ended, or for a limited time after one has failed. Returns the first failure, or 0.
+def _wait_for_all(nodes: list[subprocess.Popen[str]], signals: list[int], goes_on: bool) -> int:
+    """Wait until all have ended, or for a limited time after one has failed, or until a signal has come. Returns the
+    first failure, or 0.
 
     With `goes_on`, the nodes go on without one that has failed, and the run has succeeded where one of them has.
     """
     first_failure, deadline = 0, float("inf")
     running = list(nodes)
     while running and time.monotonic() < deadline:
+        if signals:
+            return INTERRUPTED
         time.sleep(LOOK_SECONDS)
         for node in [node for node in running if node.poll() is not None]:
             running.remove(node)
