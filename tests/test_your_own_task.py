@@ -32,9 +32,8 @@ def test_it_is_exact_on_uneven_nodes_and_begins_near_the_loss_of_an_untrained_mo
     assert losses(tmp_path / "one")[0] == pytest.approx(4.85, abs=0.2)  # ln 128
     assert rows(tmp_path / "one", "eval")[-1]["perplexity"] < 100
     said = run("python", "-m", "common.compare", tmp_path / "one", tmp_path / "uneven", cwd=ROOT).output
-    assert "within the tolerance" in said and "equal shares" not in said, (
-        said
-    )  # parts of equal tokens have different numbers of rows
+    # Parts of equal tokens have different numbers of rows.
+    assert "within the tolerance" in said and "equal shares" not in said, said
 
 
 def test_the_plain_loop_of_the_chapter_prints_the_same_losses(example, tmp_path):
