@@ -10,7 +10,6 @@ Other programs may want out/vocab.txt: the same words in the same order, but it 
 """
 
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 if not __package__:  # started by its path: runs from any folder, without being installed
@@ -18,11 +17,12 @@ if not __package__:  # started by its path: runs from any folder, without being 
 
 from bert_ddp.text.flags import add_corpus_flags, corpus_options
 from common.errors import ExplainedError
-from common.launch import cli, values
+from common.launch import values
+from common.launch.parser import Parser
 
 
-def flags() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False)
+def flags() -> Parser:
+    parser = Parser(__doc__)
     add_corpus_flags(parser)
     group = parser.add_argument_group("HDF5 shards")
     group.add_argument("--hdf5-dir", type=Path, metavar="DIR", help="write shards and their vocabulary here")

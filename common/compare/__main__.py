@@ -11,7 +11,7 @@ From any folder: python common/compare/__main__.py, by its path.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 if not __package__:  # started by its path
@@ -22,14 +22,13 @@ from common.compare.differences import Comparison, compare, default_tolerance
 from common.compare.run import Run, read_run
 from common.console import say
 from common.errors import ExplainedError
-from common.launch import cli, values
+from common.launch import values
+from common.launch.parser import Parser
 from common.launch.reading import count
 
 
-def flags() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="common.compare", description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False
-    )
+def flags() -> Parser:
+    parser = Parser(__doc__, prog="common.compare")
     parser.add_argument("a", metavar="A", type=Path, help="a run's --out-dir, or its metrics.jsonl")
     parser.add_argument("b", metavar="B", type=Path, help="another one")
     largest = "largest difference that counts as equal (1e-9 for fp64, 1e-5 for fp32, 1e-2 for bf16 and fp16)"

@@ -22,6 +22,7 @@ from common.files import reading
 from common.launch import values
 from common.launch.combinations import check_training as check_training  # trainers hand it to start.main
 from common.launch.options import JoinOptions, LayoutFlags, RunOptions
+from common.launch.parser import Parser
 
 JOIN_TIMEOUT_SECONDS = 300.0
 # may differ between the nodes of one job
@@ -43,17 +44,9 @@ MAY_CHANGE = {
 NOT_FLAGS = {"may_differ", "may_change"}  # defaults that this module keeps in the parser
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions, and shows a flag's default where it has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_silent = action.default is None or action.default is False or action.default == argparse.SUPPRESS
-        return action.help if is_silent else super()._get_help_string(action)
-
-
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the layout flags. Abbreviations are off: `--step` is an error, and not `--max-steps`."""
-    result = argparse.ArgumentParser(description=description, formatter_class=Formatter, allow_abbrev=False)
+    """A parser with the layout flags."""
+    result = Parser(description)
     add_layout_flags(result)
     result.set_defaults(may_differ=MAY_DIFFER, may_change=MAY_CHANGE)
     return result
@@ -311,7 +304,7 @@ def join_options(args: argparse.Namespace) -> JoinOptions:
         work_timeout_seconds=args.work_timeout,
         secret=secret(args.secret_file),
         elastic=getattr(args, "elastic", None),
-        flags={name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS},
+        flags=_flags(args),
         agreed_flags={f"--{name.replace('_', '-')}": shown(value) for name, value in agreed.items()},
     )
 
@@ -331,20 +324,15 @@ def secret(file: Path | None) -> bytes:
 
 def run_options(args: argparse.Namespace, name: str) -> RunOptions:
     """What a run of the trainer `name` writes, and where."""
+    typed = {field.name for field in fields(RunOptions)} - {"name", "flags"}
     return RunOptions(
-        name=name,
-        out_dir=args.out_dir,
-        resume=args.resume,
-        eval_only=args.eval_only,
-        save_every=args.save_every,
-        async_save=args.async_save,
-        log_every=args.log_every,
-        no_plot=args.no_plot,
-        tensorboard=args.tensorboard,
-        trace=args.trace,
-        unit=getattr(args, "unit", "samples"),
-        flags={name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS},
+        name=name, flags=_flags(args), **{field: getattr(args, field) for field in typed if field in args}
     )
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    """All flags, as JSON types."""
+    return {name: plain(value) for name, value in vars(args).items() if name not in NOT_FLAGS}
 
 
 def shown(value: object) -> str:

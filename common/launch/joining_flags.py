@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.launch import cli
+from common.launch.parser import Parser
 
 
 def flags_outside(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
@@ -13,12 +14,12 @@ def flags_outside(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
     typed = any(word.startswith(("--join=", "--stop=")) or word in ("--join", "--stop") for word in sys.argv)
     if not typed or {"-h", "--help"} & set(sys.argv) or all(action.dest != "join" for action in parser._actions):
         return None
-    known = argparse.ArgumentParser(prog=parser.prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    known = Parser(prog=parser.prog, add_help=False)
     cli.add_layout_flags(known)
     cli.add_outside_flags(known)
     found = known.parse_known_args()[0]
     if found.stop:
-        stops = argparse.ArgumentParser(prog=parser.prog, allow_abbrev=False, description="what goes with --stop")
+        stops = Parser(prog=parser.prog, description="what goes with --stop")
         stops.add_argument("--stop")
         stops.add_argument("--secret-file")
         stops.add_argument("--join-timeout")

@@ -74,5 +74,5 @@ class RunOptions:
     no_plot: bool
     tensorboard: bool
     trace: int | None  # steps
-    unit: str  # what a batch is counted in: samples or rows
     flags: Mapping[str, Any]  # all of them, as plain JSON, for run.json
+    unit: str = "samples"  # what a batch is counted in

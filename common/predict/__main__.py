@@ -13,7 +13,7 @@ From any folder: python common/predict/__main__.py, by its path.
 """
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 if not __package__:  # started by its path
@@ -21,15 +21,16 @@ if not __package__:  # started by its path
 
 from common.console import say
 from common.errors import ExplainedError, UserError
-from common.launch import cli, values
+from common.launch import values
+from common.launch.parser import Parser
 from common.predict import examples, figures
 from common.predict.step import Cluster, Way, advice, predict, ways
 
 MOST_SHOWN = 16  # ranks whose speeds are printed one by one
 
 
-def flags() -> ArgumentParser:
-    parser = ArgumentParser(description=__doc__, formatter_class=cli.Formatter, allow_abbrev=False)
+def flags() -> Parser:
+    parser = Parser(__doc__)
     add, rate, by_rank = parser.add_argument, "RATE,LATENCY", "A,B,..."
     add("-g", "--gpus", type=values.gpus_per_node, metavar=by_rank, help="ranks of each node: 8,2")
     add("--speed", type=values.shares, metavar=by_rank, help="samples a second by rank: 8x210,2x120")
