@@ -1,9 +1,9 @@
 """Training and evaluation on MNIST: read this first, top to bottom.
 
-Every worker of every node runs `train`. How many ranks there are, and on which nodes, does not change the result.
-`worker` holds the rank. `run` cuts the batches (common/uneven/global_batches.py), knows what is due, by epochs,
---save-every, --max-steps and --eval-only (common/run/schedule.py), and logs the loss of each step. The flags are in
-mnist-distributed.py.
+Every worker of every node runs `train`. How many ranks there are, and on which nodes, changes nothing but rounding.
+`worker` holds the rank. `run` cuts the batches (common/uneven/global_batches.py), logs what `backward` is given, and
+knows what is due at a step, from --save-every, --max-steps, --eval-only and the epochs (common/run/schedule.py). The
+flags are in mnist-distributed.py.
 """
 
 import math
@@ -25,9 +25,9 @@ def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with Run(worker, args, name="mnist") as run:
         # Data. An epoch's order is shuffled, the same on every layout. A global batch is the next slice of it, and each
-        # rank gets a slice of the global batch, in the order of the ranks. These are equal, up to one image, without
-        # --shares and --balance: on nodes of 8 and 2 GPUs, ranks 0 to 5 get 26 of 256 images, ranks 6 to 9 get 25. The
-        # last global batch of an epoch may be smaller.
+        # rank gets a slice of the global batch, in the order of the ranks, by --shares or --balance. Without these, the
+        # ranks' slices are equal, up to one image: on nodes of 8 and 2 GPUs, ranks 0 to 5 get 26 of 256 images, ranks 6
+        # to 9 get 25. The last global batch of an epoch may be smaller.
         with run.first_on_node(f"the data set {args.dataset}"):  # one rank of each node first: the others find it there
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # an error if a rank, or the checkpoint, has other data
@@ -41,30 +41,30 @@ def train(worker: Worker, args: Namespace) -> None:
         # 5e-5 after 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
-        # With --resume, load the checkpoint into these three and the place in `batches`. Without it, nothing is loaded.
+        # These three and the place in `batches` are loaded from the checkpoint with --resume, and with --elastic, once
+        # ranks are lost, from the memory of the others. In a new run nothing is.
         run.resume(net, optimizer=optimizer, scheduler=scheduler)
-        # DDP whose all-reduce sums, where plain DDP averages. The first loss is checked to be near that of a guess,
-        # ln(10), which a loss that is divided by a wrong count is not.
+        # DDP that sums the gradients over the ranks, where plain DDP averages them. A rank without images calls
+        # `compute_loss` too. The log warns if step 1 has not about the loss of a guess among ten classes, ln(10).
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due at this step comes first: so it is also done before the first step of a resumed run, and after
-            # the last step. A rank that dies ends the run, and --resume goes on from the last checkpoint; or, with
-            # --elastic, `train` is called again on the ranks that are left: `run.resume` then takes the state after the
-            # last step from their memory, and the step under way is done again.
+            # What is due comes first, so it is also done before the first step of a resumed run, and after the last.
+            # A rank that dies ends the run, or, with --elastic, `train` is called again on those that are left, and the
+            # step that was under way is done again.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:
                 run.save()
             if run.is_done or run.has_reached("accuracy", args.target_accuracy):
-                break
+                break  # and what is not saved yet is, at the end of `with`
 
             batch = next(batches)  # this rank's part of one global batch
-            for micro, is_last in batch.micro_batches():  # at least one; of a rank without images, an empty one
+            for micro, is_last in batch.micro_batches():  # at least one: without images, an empty one
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro, args.label_smoothing)
-                    run.backward(loss_sum / batch.global_count)  # counted over all ranks: the all-reduce sums
+                    run.backward(loss_sum / batch.global_count)  # the count over all ranks, because DDP sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()

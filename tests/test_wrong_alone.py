@@ -106,8 +106,8 @@ def test_a_micro_batch_that_does_not_fit_into_a_gpu_is_said_with_the_rank_and_th
     assert first.code and "rank 2, node 1" in first.output
 
 
-BACKPROPAGATED = "run.backward(loss_sum / batch.global_count)  # counted over all ranks: the all-reduce sums\n"
-FOR_EACH = "# at least one; of a rank without images, an empty one\n"
+BACKPROPAGATED = "run.backward(loss_sum / batch.global_count)  # the count over all ranks, because DDP sums\n"
+FOR_EACH = "# at least one: without images, an empty one\n"
 ZERO_GRAD = "            optimizer.zero_grad()\n"
 WRAP = "        model = run.wrap("
 LATE = {

@@ -88,7 +88,7 @@ def train(worker: Worker, args: Namespace) -> None:
                 with model.no_sync(enabled=not is_last):  # the last backward of a step exchanges the gradients
                     with run.autocast():
                         loss_sum, _ = compute_loss(model, micro)
-                    run.backward(loss_sum / batch.global_count)  # counted over all ranks: the all-reduce sums
+                    run.backward(loss_sum / batch.global_count)  # the count over all ranks, because DDP sums
             run.optimizer_step(optimizer, clip_norm=args.clip_norm)
             scheduler.step()
             optimizer.zero_grad()
