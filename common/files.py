@@ -1,11 +1,12 @@
 """Files of others: what cannot be read, or is not the file itself, is said in one line."""
 
 import contextlib
+import json
 import os
 import select
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from common.errors import UserError
 
@@ -53,6 +54,20 @@ def refuse_stand_in(path: Path, name: str) -> None:
         raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
     if first.startswith(b"\x1f\x8b\x08"):
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
+
+
+def parse_json(text: str) -> Any:
+    """What `text` says in JSON. Raises ValueError for what is none, and where an object has a name twice: of its two
+    values `json` alone would take the last one. Raises RecursionError where it is too deep."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def is_locked(file: int | IO[str]) -> bool:

@@ -247,6 +247,14 @@ def test_a_size_that_a_config_file_lacks_is_not_that_of_another_model(tmp_path):
         bert.build(wanted, META)
 
 
+def test_a_config_file_that_has_a_size_twice_is_refused(tmp_path):
+    wanted = options(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("{", '{"hidden_size": 64, ', 1))
+    with pytest.raises(UserError, match=r"config\.json is not JSON: an object has 'hidden_size' twice"):
+        bert.build(wanted, META)
+
+
 def test_a_name_longer_than_the_system_takes_is_one_line():
     with pytest.raises(UserError, match=r"--model .* cannot be read: File name too long"):
         pretrained.locate("x" * 300)

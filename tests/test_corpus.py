@@ -491,6 +491,19 @@ def test_a_data_set_may_hold_rows_without_text(tmp_path, monkeypatch):
     assert list(sources.documents([f"hf:{tmp_path / 'data'}"])) == ["first document", "second document"]
 
 
+@pytest.mark.parametrize(("texts", "documents"), [
+    (["one\n", "line\n", "", "another\n"], ["one\nline", "another"]),
+    (["one\nwith two lines", "another", "", "the last"], ["one\nwith two lines", "another", "the last"]),
+])  # fmt: skip
+def test_rows_of_a_data_set_are_lines_where_some_are_blank_and_none_has_several_lines(
+    texts, documents, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert list(sources.documents([f"hf:{tmp_path / 'data'}"])) == documents
+
+
 # --- files as they are found ----------------------------------------------------------------------------------------
 
 WORDS = "\n".join([*vocabulary.SPECIAL, "the", "fox"])

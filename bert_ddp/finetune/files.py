@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bert_ddp.finetune.examples import Sentence
 from common.errors import UserError
-from common.files import reading
+from common.files import parse_json, reading
 
 CONLL = (".conll", ".txt", ".bio", ".iob")
 TABLES = (".csv", ".tsv")
@@ -100,7 +100,7 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except (ValueError, RecursionError) as error:
             reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}{_fix(line) if number == 1 else ''}"
             raise UserError(f"{path}, line {number}: {reason}") from None

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from bert_ddp.model import pretrained
 from bert_ddp.text.corpus import Corpus
 from common.errors import UserError
-from common.files import reading
+from common.files import parse_json, reading
 
 # layers, width, heads
 PRESETS = {
@@ -202,7 +202,7 @@ def _require_possible(config: BertConfig, segments: int) -> None:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         with reading(file, str(file)):
-            values = json.loads(file.read_text(encoding="utf-8-sig"))
+            values = parse_json(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}", same_on_every_rank=True) from None
     kind = values.get("model_type", "bert") if isinstance(values, dict) else type(values).__name__

@@ -189,8 +189,8 @@ def _python_docs() -> Iterator[str]:
 
 
 def _from_datasets(name: str) -> Iterator[str]:
-    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. If some rows are blank, rows are lines
-    (wikitext); otherwise they are whole documents."""
+    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. Rows are lines if some are blank, as in
+    wikitext, and none has several lines; otherwise they are whole documents."""
     import datasets  # here, because the flags' defaults come from this file, and --help must not wait for it
 
     path, config, split = _data_set(name)
@@ -206,7 +206,8 @@ def _from_datasets(name: str) -> Iterator[str]:
     if kind not in ("string", "large_string", "string_view"):
         raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
     # A row without a value (null) has no text, and does not mean that rows are lines.
-    if any(text is not None and not text.strip() for text in rows[:ROWS_TO_LOOK_AT]["text"]):
+    first = [text for text in rows[:ROWS_TO_LOOK_AT]["text"] if text is not None]
+    if not all(text.strip() for text in first) and all(len(_lines_of(text)) < 2 for text in first):
         yield from _blocks(line for row in rows for line in _lines_of(row["text"] or ""))
     else:
         for row in rows:
