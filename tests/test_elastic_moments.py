@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from common.elastic.change import LEADS, attend
 from common.elastic.members import may_lead
 from common.elastic.membership import ADDRESSES, Membership
+from common.elastic.outside import stop
 from common.elastic.standby import Standby
 from common.join.connections import cut_off
 from common.join.handshake import LEADER
@@ -175,6 +177,41 @@ def test_a_verdict_is_read_whenever_it_comes(number):
         leading.store.delete_key(LEADS)
 
     assert attend(members, Interrupting(port, number, lead), seconds=100, patience=0) == {"generation": 1}
+
+
+def _lead(standby: Standby, *others: str) -> None:
+    """Be the rank that leads a run, as far as somebody outside sees."""
+    standby.store.set(LEADER, standby.address)
+    members = [standby.address, *others]
+    standby.post_run({"flags": {}, "size": 2, "meets": "tcp://127.0.0.1:1", "members": members})
+
+
+def _lead_until_killed(other: str, ready) -> None:
+    leading = Standby("127.0.0.1")
+    _lead(leading, other)
+    ready.put(leading.address)
+    wait_until(lambda: leading.look() or leading.waiting)
+    ready.put("is asked")
+    time.sleep(600)
+
+
+def test_whoever_asks_for_the_end_of_a_run_asks_the_next_leader_where_the_first_is_killed(capsys):
+    left = Standby("127.0.0.1")
+    spawned = multiprocessing.get_context("spawn")
+    ready = spawned.Queue()
+    first = spawned.Process(target=_lead_until_killed, args=(left.address, ready), daemon=True)
+    first.start()
+    address = ready.get().replace(" ", ":")
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(stop, "--stop", address, b"", 60.0)
+        assert ready.get() == "is asked"
+        first.kill()
+        wait_until(lambda: "asking again" in capsys.readouterr().out)  # nobody leads yet
+        _lead(left)
+        wait_until(lambda: left.look() or left.waiting)
+        left.answer(next(iter(left.waiting)), {"ended": "it has saved, and ended", "code": 0})
+        assert told.result() == "it has saved, and ended"
+    first.join()
 
 
 @pytest.mark.long

@@ -165,10 +165,11 @@ class Membership:
         return sections if layout.joins else {"layout": layout_of(layout), **sections}
 
     def run(self) -> dict[str, Any]:
-        """What a machine must know that wants to join the run (--join)."""
+        """What somebody outside of the run must know, who wants to join it or to end it (--join, --stop)."""
         here = split(self.address)[0]
         meets = self.original.layout.init_method.replace("tcp://0.0.0.0:", f"tcp://{here}:")
-        return {"flags": dict(self.options.flags), "size": self.original.run_size, "meets": meets}
+        members = [address_of(view) for view in self.views]
+        return {"flags": dict(self.options.flags), "size": self.original.run_size, "meets": meets, "members": members}
 
     def read_new(self) -> None:
         """Read who has come to the standby. Refuse those whose layout, flags, versions or data are not the run's."""

@@ -5,7 +5,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,23 @@ def say_how_to_join(members: Membership, folder: Path) -> None:
         say(f"members  another machine joins by: {shlex.join(program())} --join {address}{secret}", rank=0)
 
 
-def find(flag: str, address: str, secret: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
+def find(
+    flag: str, address: str, secret: bytes, seconds: float, members: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
     """Where the rank that leads the run at `address`, HOST:PORT or the folder of a run, can be reached, and what
-    `Membership.run` says of it. Waits at most `seconds` for a run that has not begun.
+    `Membership.run` says of it. Waits at most `seconds` for a run that has not begun. `members` are standbys at which
+    it may be found too.
 
     Raises UserError where there is no run that others may join, and RunError where it does not begin.
     """
     folder, is_time, ranks_joined = Path(address), Every(SAY_EVERY_SECONDS), math.inf
-    if not is_folder(address):
+    if not (is_folder(address) or members):
         _require_run(flag, address)
 
     def look() -> tuple[str, dict[str, Any]] | None:
         nonlocal ranks_joined
         known = _read_addresses(folder) if is_folder(address) else [_spaced(address)]
-        for store in filter(None, map(reach, known)):
+        for store in filter(None, map(reach, dict.fromkeys([*known, *members]))):
             with suppress(RuntimeError):  # it has ended meanwhile
                 leader = leader_in(store)
                 if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
@@ -120,11 +123,11 @@ def _nothing(host: str, port: int) -> str:
 def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
     """Ask the run at `address` to save and end, and wait for that. Returns what it has said at its end."""
     seconds = min(seconds, FIND_SECONDS)
-    leader, _ = find(flag, address, secret, seconds)
+    leader, run = find(flag, address, secret, seconds)
     until = time.monotonic() + STOP_SECONDS
     while time.monotonic() < until:
         store = reach_unless_dead(leader, time.monotonic() + BUSY_SECONDS)
-        if store is None and states([leader]) == [DEAD]:
+        if store is None and set(states(run["members"])) == {DEAD}:
             return "the run has ended"
         if store is None:
             left = until - time.monotonic()
@@ -132,8 +135,8 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
         else:
             with suppress(RuntimeError):  # the rank that led has ended: another one may lead
                 return _ask(store, secret, until - time.monotonic())["ended"]
-        with suppress(UserError):
-            leader, _ = find(flag, address, secret, seconds)
+        with suppress(UserError, RunError):  # the others may still be meeting
+            leader, run = find(flag, address, secret, seconds, run["members"])
     raise RunError(f"{flag} {address}: the run has not ended within {STOP_SECONDS:.0f} s: see its log")
 
 

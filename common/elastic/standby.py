@@ -2,7 +2,7 @@
 
 At the standby of the rank that leads, each value after the seal with the job's secret (secret.py):
 
-    run               what a machine must know that wants to join the run, as JSON
+    run               what somebody outside of the run must know, as JSON
     present           counts the processes that have come here
     /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
     /verdict/N        the leader's answer to it: the members of the next generation
@@ -84,7 +84,8 @@ def posted_run(store: dist.Store, secret: bytes) -> dict | None:
     try:
         run = json.loads(content)
         kinds = isinstance(run["flags"], dict), type(run["size"]) is int, run["meets"].startswith("tcp://")
-        return run if all(kinds) and run["size"] > 0 else None
+        has_members = run["members"] != [] and all(split(address)[0] for address in run["members"])
+        return run if all(kinds) and run["size"] > 0 and has_members else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # anyone may have written it
         return None
 
