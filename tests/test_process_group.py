@@ -82,6 +82,18 @@ BUSY = """
                 raise UserError("rank 0 is at its wits' end")
 """
 
+ECHOES = """
+        others = dist.new_group([1, 2, 3])
+        if worker.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not worker.is_main:
+            dist.barrier(others)
+        while ended.posted(group.store, group.views).keys() != {1, 2, 3}:
+            time.sleep(0.05)
+        with group.run_independently("what each does"):
+            pass
+"""
+
 LEAVES = """
         def look_once_rank_0_has_gone(store):
             while lost._is_running(group.views[0]["pid"]):
@@ -196,6 +208,12 @@ def test_a_rank_that_dies_at_work_beside_its_supervisor_is_named_with_the_cause(
     first, second = playing_body(body, tmp_path, gpus=(1, 2)).results()
     assert re.search(r"error: lost rank 1, node 1 \(.*\): was ended by SIGKILL", first.output), first.output
     assert first.code == 1 and second.code == 128 + 9
+
+
+def test_ranks_that_have_ended_because_of_another_one_are_not_called_lost_by_a_rank_that_comes_later(tmp_path):
+    first = playing_body(ECHOES, tmp_path, gpus=(3, 1)).results()[0]
+    said = [line for line in first.output.splitlines() if "error: lost" in line]
+    assert len(said) == 3 and all("error: lost rank 3, node 1" in line for line in said), first.output
 
 
 @pytest.mark.parametrize("turn", TURNS)

@@ -126,6 +126,13 @@ def others_have_lost_contact(store: dist.Store) -> bool:
         return True
 
 
+def echoes(store: dist.Store) -> set[int]:
+    """The ranks that have searched for a lost one, and end because of it."""
+    numbers = range(1, store.add("lost/survivor", 0) + 1)
+    keys = [key for key in map("lost/survivor/{}".format, numbers) if store.check([key])]
+    return {json.loads(store.get(key))["rank"] for key in keys}
+
+
 def is_contact_lost(error: BaseException) -> bool:
     """True for an error that torch raises because another rank, or the store, does not answer."""
     text = str(error)

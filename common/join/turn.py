@@ -21,7 +21,7 @@ from common.console import say
 from common.errors import ExplainedError, RankLost, RunError, UserError, before_exit
 from common.join.connections import Connections, cut_off
 from common.join.ended import all_have, post, posted, running
-from common.join.lost import MEET, ended_in_words, is_contact_lost, runs_here, see_log, store_request
+from common.join.lost import MEET, echoes, ended_in_words, is_contact_lost, runs_here, see_log, store_request
 from common.join.view import place, places
 from common.join.waiting import Every, limit, poll
 from common.launch.layout import Worker
@@ -214,7 +214,9 @@ class _Watch:
             return
         ended = posted(self.turn.store_of_all, self.views)
         if causes := {rank: ended[rank] for rank in self.beats if rank in ended}:
-            raise RankLost(ended_in_words(self.views, causes))
+            known = echoes(self.turn.store_of_all)
+            first = {rank: cause for rank, cause in causes.items() if rank not in known}
+            raise RankLost(ended_in_words(self.views, first or causes))
         now = time.monotonic()
         for rank, (count, since) in self.beats.items():
             # A store makes each key that it is asked for.
