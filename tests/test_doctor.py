@@ -196,6 +196,21 @@ def test_a_node_that_leaves_in_the_middle_is_a_closed_connection():
     assert reason(caught.value)
 
 
+class Held(Connection):
+    """Its first transfer after the one that fills the path waits for a core."""
+
+    def __init__(self) -> None:
+        self.round_trip_seconds, self.sizes = 0.0, list[int]()
+
+    def _send(self, size: int) -> tuple[float, float]:
+        self.sizes.append(size)
+        return size / 1e9 + 0.5 * (len(self.sizes) == 2), 0.0
+
+
+def test_the_rate_of_a_link_is_that_of_a_transfer_that_waits_for_no_core():
+    assert Held().rate(seconds=3600) == pytest.approx(8e9)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 9])
 def test_every_node_measures_its_link_to_every_other_once_and_sends_to_one_at_a_time(nodes, monkeypatch):
     """The first ranks of the nodes are 0, 2, 4, ...; what is measured at the same time is told by the barriers."""
