@@ -56,11 +56,6 @@ def refuse_stand_in(path: Path, name: str) -> None:
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
 
 
-def is_filled(path: Path) -> bool:
-    """True for a file that is there, and has something in it."""
-    return path.is_file() and path.stat().st_size > 0
-
-
 def parse_json(text: str) -> Any:
     """What `text` says in JSON. Raises ValueError for what is none, and where an object has a name twice: of its two
     values `json` alone would take the last one. Raises RecursionError where it is too deep."""

@@ -7,7 +7,7 @@ import torch
 
 from common.errors import ExplainedError, RunError, UserError
 from mnist_ddp import data
-from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, rows
+from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -90,13 +90,6 @@ def test_an_out_dir_with_another_run_is_not_overwritten(tmp_path):
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert "holds a run already: go on with --resume, or name another directory" in refusal(tmp_path, *FLAGS)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
-
-
-def test_an_out_dir_of_a_run_that_failed_before_its_first_row_is_used_again(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").touch()
-    play(MNIST, (1,), tmp_path / "out", *FLAGS)
-    assert rows(tmp_path / "out", "train")
 
 
 def test_a_loss_that_is_not_finite_ends_every_rank_and_names_the_step(tmp_path):

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from common.console import say
 from common.errors import UserError
-from common.files import is_filled
 from common.join.process_group import Group
 from common.join.view import node_of, place
 
@@ -43,7 +42,7 @@ def ranks_with_copies(
         dist.barrier()
         seen = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         known: list = [None] * group.worker.world_size
-        state = (sorted(seen), can_write, is_filled(folder / "metrics.jsonl"), newest_step(folder) if is_first else 0)
+        state = (sorted(seen), can_write, (folder / "metrics.jsonl").exists(), newest_step(folder) if is_first else 0)
         dist.all_gather_object(known, state)
     finally:
         if is_first:

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import is_filled
 from common.join.members import Members
 from common.join.process_group import Group
 from common.launch.options import RunOptions
@@ -58,7 +57,7 @@ def _new(name: str) -> Path:
 
 def _make_writable(folder: Path, resume: str | None) -> None:
     try:
-        if is_filled(folder / "metrics.jsonl") and resume is None:  # one that failed before a row has left nothing
+        if (folder / "metrics.jsonl").exists() and resume is None:
             raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
