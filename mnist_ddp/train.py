@@ -41,11 +41,11 @@ def train(worker: Worker, args: Namespace) -> None:
         # 5e-5 after 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
-        # These three and the place in `batches` are loaded from the checkpoint with --resume, and with --elastic, once
-        # ranks are lost, from the memory of the others. In a new run nothing is.
+        # These three and the place in `batches` are loaded from the checkpoint with --resume, and with --elastic, when
+        # the members change, from the ranks' memory. In a new run nothing is.
         run.resume(net, optimizer=optimizer, scheduler=scheduler)
-        # DDP that sums the gradients over the ranks, where plain DDP averages them. A rank without images calls
-        # `compute_loss` too. The log warns if step 1 has not about the loss of a guess among ten classes, ln(10).
+        # DDP that sums the gradients over the ranks, where plain DDP averages them. It tries `compute_loss` with an
+        # empty batch, as a rank may have. The log warns if the loss of step 1 is not near ln(10), a guess among ten.
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:

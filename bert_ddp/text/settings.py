@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.files import reading
 from common.uneven.seeding import derive_seed
 
-FORMAT = 5  # raise it when the same settings give other rows, so that old caches are not used
+FORMAT = 6  # raise it when the same settings give other rows, so that old caches are not used
 SHORTEST = 8  # tokens in a row
 FLAGS = {"corpus": "--corpus", "held_out_corpus": "--held-out-corpus"}
 Stamp = tuple[str, int, int]  # a file's path, size in bytes, and time of change in nanoseconds

@@ -93,12 +93,12 @@ class Connection:
         """
         fastest = FIRST_BYTES / self._send(FIRST_BYTES)[0]  # bytes a second: tells how much can be sent in the time
         best, until = 0.0, time.perf_counter() + seconds
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             size = int(min(MOST_BYTES, max(FIRST_BYTES, fastest * seconds / ATTEMPTS)))
             took = self._send(size)[0] - self.round_trip_seconds
             best = max(best, size / max(took, 1e-6))
             fastest = max(fastest, best)
-            if time.perf_counter() > until:  # on a slow link, the first one says enough
+            if attempt and time.perf_counter() > until:
                 break
         return 8 * best
 

@@ -10,6 +10,7 @@ MOST_HINTS = 3  # flags that are named for one
 UNKNOWN = "unrecognized arguments: "
 # flags of torchrun, transformers, Lightning and many a script, as `_bare` gives them -> what does the same here
 ELSEWHERE = {
+    "batch": "--global-batch, over all ranks, or --batch-per-gpu",
     "batchsize": "--global-batch, over all ranks, or --batch-per-gpu",
     "perdevicetrainbatchsize": "--batch-per-gpu",
     "perdeviceevalbatchsize": "--eval-batch",
@@ -21,6 +22,7 @@ ELSEWHERE = {
     "nnodes": "-n/--nodes",
     "numnodes": "-n/--nodes",
     "nprocpernode": "-g/--gpus, one number for each node",
+    "numgpus": "-g/--gpus, one number for each node",
     "devices": "-g/--gpus, one number for each node",
     "maxgradnorm": "--clip-norm",
     "gradientclipval": "--clip-norm",
@@ -66,9 +68,12 @@ class Parser(argparse.ArgumentParser):
         """What to write in place of a flag that this parser does not know; empty where nothing is like it."""
         ours = {_bare(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
         bare = _bare(unknown)
-        if set(re.findall("--[a-z-]+", elsewhere := ELSEWHERE.get(bare, ""))) & {*ours.values()}:
+        if unknown in self._option_string_actions:  # what follows "--" are values
+            return ""
+        elsewhere = ELSEWHERE.get(bare, "")
+        if elsewhere and set(re.findall("--[a-z-]+", elsewhere)) <= {*ours.values()}:
             return f"write {elsewhere}"
-        parts = [flag for flag in ours if len(bare) >= SHORTEST and bare in flag]
+        parts = [flag for flag in ours if len(bare) >= SHORTEST and bare in flag and not flag.startswith("outer")]
         like = [bare] if bare in ours else parts or difflib.get_close_matches(bare, ours, n=1, cutoff=0.75)
         return f"write {' or '.join(ours[flag] for flag in like)}" if 0 < len(like) <= MOST_HINTS else ""
 
