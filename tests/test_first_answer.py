@@ -44,6 +44,8 @@ def test_help_imports_nothing_heavy(trainer):
     ("--global_batch 8", "for --global_batch write --global-batch; see --help"),
     ("--batch-size=64", "for --batch-size write --global-batch, over all ranks, or --batch-per-gpu; see --help"),
     ("--num_train_epochs 3 --fp16", "for --num_train_epochs write --epochs; for --fp16 write --precision fp16"),
+    ("--momentum 0.9", "unrecognized arguments: --momentum 0.9; see --help"),
+    ("-- --lr 0.1", "unrecognized arguments: -- --lr 0.1; see --help"),
     ("--frobnicate 3", "unrecognized arguments: --frobnicate 3; see --help"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_answered_in_one_line_with_code_2(flags, message):

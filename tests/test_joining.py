@@ -338,7 +338,7 @@ def test_who_does_not_fit_the_run_is_told_so_and_the_run_goes_on(undisturbed, tm
         ("--max-steps", 5): "--max-steps is 5, but not given in the run to join: leave it out here",
         ("--resume",): "--resume with --join: the run gives this machine its state and its folder",
         ("--out-dir", tmp_path / "other"): "--out-dir with --join: the run gives this machine its state and its folder",
-        ("--stop", under_way.address): "unrecognized arguments: --join",
+        ("--stop", under_way.address): ": with --stop, which takes no others than --secret-file",
     }.items():
         refuse(under_way, said, *flags)
     folder = tmp_path / "other-data"

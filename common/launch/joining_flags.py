@@ -19,11 +19,12 @@ def flags_outside(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
     cli.add_outside_flags(known)
     found = known.parse_known_args()[0]
     if found.stop:
-        stops = Parser(prog=parser.prog, description="what goes with --stop")
+        stops = Parser(prog=parser.prog)
         stops.add_argument("--stop")
         stops.add_argument("--secret-file")
         stops.add_argument("--join-timeout")
-        stops.parse_args()
+        if others := stops.parse_known_args()[1]:
+            stops.error(f"{' '.join(others)}: with --stop, which takes no others than --secret-file and --join-timeout")
     return found if found.join or found.stop else None
 
 

@@ -67,13 +67,14 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, unknown: str) -> str:
         """What to write in place of a flag that this parser does not know; empty where nothing is like it."""
         ours = {_bare(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
+        ours = {bare: flag for bare, flag in ours.items() if not bare.startswith("outer")}  # those are of --sync-every
         bare = _bare(unknown)
         if unknown in self._option_string_actions:  # what follows "--" are values
             return ""
         elsewhere = ELSEWHERE.get(bare, "")
         if elsewhere and set(re.findall("--[a-z-]+", elsewhere)) <= {*ours.values()}:
             return f"write {elsewhere}"
-        parts = [flag for flag in ours if len(bare) >= SHORTEST and bare in flag and not flag.startswith("outer")]
+        parts = [flag for flag in ours if len(bare) >= SHORTEST and bare in flag]
         like = [bare] if bare in ours else parts or difflib.get_close_matches(bare, ours, n=1, cutoff=0.75)
         return f"write {' or '.join(ours[flag] for flag in like)}" if 0 < len(like) <= MOST_HINTS else ""
 
