@@ -24,7 +24,7 @@ from common.launch.layout import Layout
 from common.launch.options import JoinOptions
 from common.record import lock as locking
 from common.record.lock import lock
-from tests.harness import freeze, kill, nodes_of, play, playing, rows_so_far, wait_until
+from tests.harness import TIMEOUT_SECONDS, freeze, kill, nodes_of, play, playing, rows_so_far, wait_until
 from tests.test_elastic import (  # noqa: F401
     DIE,
     ELASTIC,
@@ -195,16 +195,18 @@ def _lead_until_killed(other: str, ready) -> None:
     time.sleep(600)
 
 
-def test_whoever_asks_for_the_end_of_a_run_asks_the_next_leader_where_the_first_is_killed(capsys):
+def test_whoever_asks_for_the_end_of_a_run_asks_the_next_leader_where_the_first_is_killed(capsys, monkeypatch):
+    monkeypatch.setattr("common.elastic.outside.FIND_SECONDS", 1.0)
+    monkeypatch.setattr("common.elastic.outside.STOP_SECONDS", TIMEOUT_SECONDS)
     left = Standby("127.0.0.1")
     spawned = multiprocessing.get_context("spawn")
     ready = spawned.Queue()
     first = spawned.Process(target=_lead_until_killed, args=(left.address, ready), daemon=True)
     first.start()
-    address = ready.get().replace(" ", ":")
+    address = ready.get(timeout=TIMEOUT_SECONDS).replace(" ", ":")
     with ThreadPoolExecutor() as pool:
         told = pool.submit(stop, "--stop", address, b"", 60.0)
-        assert ready.get() == "is asked"
+        assert ready.get(timeout=TIMEOUT_SECONDS) == "is asked"
         first.kill()
         wait_until(lambda: "asking again" in capsys.readouterr().out)  # nobody leads yet
         _lead(left)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common.console import say
 from common.elastic.membership import Membership, address_of
-from common.elastic.standby import DEAD, Visit, posted_run, reach, reach_unless_dead, states
+from common.elastic.standby import ALIVE, DEAD, Visit, posted_run, reach, reach_unless_dead, states
 from common.errors import RunError, UserError
 from common.join import network
 from common.join.ended import CURRENT
@@ -30,6 +30,7 @@ BUSY_SECONDS = 10.0  # for a run whose cores are all busy to answer
 ANNOUNCE_SECONDS = 5.0  # after its ranks have joined, for a run with --elastic to say where its members are
 SEE = "the log of the run shows the address, at its line `members`"
 FIND_SECONDS = 15.0  # a run that is to end
+SILENT_SECONDS = 30.0  # without an answer from any member, where some have ended
 STOP_SECONDS = 600.0  # for a run to save and end
 
 
@@ -124,11 +125,17 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
     """Ask the run at `address` to save and end, and wait for that. Returns what it has said at its end."""
     seconds = min(seconds, FIND_SECONDS)
     leader, run = find(flag, address, secret, seconds)
-    until = time.monotonic() + STOP_SECONDS
+    heard = time.monotonic()
+    until = heard + STOP_SECONDS
     while time.monotonic() < until:
         store = reach_unless_dead(leader, time.monotonic() + BUSY_SECONDS)
-        if store is None and set(states(run["members"])) == {DEAD}:
+        known = states(run["members"]) if store is None else [ALIVE]
+        if set(known) == {DEAD}:
             return "the run has ended"
+        if ALIVE in known or DEAD not in known:  # some may only be busy
+            heard = time.monotonic()
+        elif time.monotonic() - heard > SILENT_SECONDS:
+            raise RunError(f"{flag} {address}: some members have ended, and no other answers: see the log of the run")
         if store is None:
             left = until - time.monotonic()
             say(f"the rank that leads the run does not answer: asking again, for at most {left:.0f} s")
