@@ -29,6 +29,13 @@ def test_what_atexit_was_told_runs_and_the_exit_code_is_0(tmp_path):
     assert (result.code, result.output) == (0, "the last word\n")
 
 
+def test_sigterm_ends_it_also_where_python_ignores_exceptions(tmp_path):
+    destructor = "class Ends:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGTERM)\nEnds()"
+    script = write_trainer(tmp_path, destructor + "\nprint('after it')")
+    result = start("python", script, *COMMAND, PYTHONPATH=str(ROOT)).result()
+    assert (result.code, result.output) == (128 + 15, "")
+
+
 def test_an_error_of_the_trainer_is_pythons_own_traceback(tmp_path):
     script = write_trainer(tmp_path, "raise KeyError('lost')")
     result = start("python", script, *COMMAND, PYTHONPATH=str(ROOT)).result()

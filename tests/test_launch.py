@@ -281,8 +281,10 @@ def test_a_node_of_one_rank_that_waits_for_a_frozen_one_can_be_interrupted(numbe
     run = playing(MNIST, nodes, tmp_path)
     frozen, waiting = run.processes
     wait_for_metrics(tmp_path, run)
-    stop(psutil.Process(frozen.pid))
-    wait_until(lambda: stands_still(waiting.pid), run)  # in a collective
+    for process in psutil.Process(frozen.pid).children():
+        stop(process)
+    (rank,) = psutil.Process(waiting.pid).children()
+    wait_until(lambda: stands_still(rank.pid), run)  # in a collective
     os.kill(waiting.pid, number)  # asks for a checkpoint, which the frozen rank prevents
     run.wait_for("once more ends at once", node=1)
     time.sleep(TWICE_SECONDS + 0.5)  # at least: what comes sooner counts as the same signal

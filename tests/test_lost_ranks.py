@@ -28,6 +28,7 @@ for module, names in (
 """
 # also where the survivors are told or see themselves who has ended, and need not conclude it from a silence
 PATIENT = UNHURRIED + "lost.SEARCH_SECONDS = 200.0\n"
+WITHOUT_POSTS = UNHURRIED + "supervisor._tell = lambda *given: True\n"  # of a node that is lost with its supervisor
 TOLD = PATIENT + "lost.CAUSE_SECONDS = 200.0\n"  # and wait for the cause
 
 # All ranks sum up again and again until one of them does what `body` says.
@@ -141,7 +142,7 @@ def test_a_rank_that_is_only_busy_is_not_called_lost(tmp_path):
                 while worker.rank == 2 and "lost contact" not in (FOLDER / "node-0-0.log").read_text():
                     time.sleep(0.05)
 """
-    first, _, _ = playing_steps(tmp_path, (1, 1, 1), dies(1) + busy, TWO_MACHINES).results()
+    first, _, _ = playing_steps(tmp_path, (1, 1, 1), dies(1) + busy, TWO_MACHINES, WITHOUT_POSTS).results()
     said = rf"lost contact with one of rank 1, node 1 \({HERE}\) or rank 2, node 2 \({HERE}\), which do not answer"
     assert re.match(said, errors(first)[0]), first.output
 

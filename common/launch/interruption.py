@@ -32,7 +32,7 @@ class Interruption:
     SIGTERM, raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.received = 0  # the number of the first signal
+        self.received = 0  # the number of the first signal, or of the one that ends at once
         self.first_end = 0.0  # when the first SIGTERM or SIGINT came
         self.deadline = float("inf")
         self.workers: list[BaseProcess] = []
@@ -77,6 +77,7 @@ class Interruption:
                 self.first_end = now
                 self.deadline = now + SIGTERM_SECONDS if number == signal.SIGTERM else self.deadline
             elif now - self.first_end > TWICE_SECONDS and not self._is_saved():
+                self.received = number
                 raise KeyboardInterrupt
 
     def _is_saved(self) -> bool:

@@ -1,7 +1,7 @@
 """From a command line to running workers. A trainer's entry calls `main` and nothing else.
 
--n/-g/-i, HetSeq's flags, or no flags    this process starts a worker for each place, and supervises them
-one place only, torchrun, srun, mpirun   this process is the worker
+-n/-g/-i, HetSeq's flags, or no flags    this process starts a worker for each place here, and supervises them
+one process in all, torchrun, srun, ...  this process is the worker
 --join, --stop                           a run that is under way tells where its members are, and its flags
 """
 
@@ -48,7 +48,8 @@ def main(parser: ArgumentParser, target: str, check: Callable[[Namespace, Layout
     except KeyboardInterrupt:  # while it looks for a run
         parser.exit(INTERRUPTED)
     workers = layout.workers()
-    if len(workers) > 1 or getattr(args, "elastic", None):  # whose workers are replaced
+    # A process among others has a supervisor, which can say why it has ended, and replaces it (--elastic).
+    if (layout.spawn and layout.world_size > 1) or getattr(args, "elastic", None):
         sys.exit(supervisor.supervise(target, workers, args))
     worker.run(target, workers[0], args)
 

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from common.console import flush, say
 from common.errors import ExplainedError, Interrupted
 from common.launch import orphans, worker
-from common.launch.interruption import INTERRUPTED, Interruption
+from common.launch.interruption import Interruption
 from common.launch.layout import Worker
 from common.launch.replacing import FAILED, FINISHES, STARTS, WAITS, Board, Replacing
 from common.launch.stopped import StoppedWorkers
@@ -39,8 +39,8 @@ LOOK_SECONDS = 1.0  # check exit codes too: a process that a worker left behind 
 
 def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
     """Run all workers until they end. When one fails, end the others. Returns the first failure's exit code, or 0."""
+    interruption = Interruption()
     try:
-        interruption = Interruption()
         name_supervisor(workers[0].layout)
         elastic = getattr(args, "elastic", None)
         if elastic:
@@ -69,7 +69,7 @@ def supervise(target: str, workers: list[Worker], args: Namespace) -> int:
             os._exit(code)
         return code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return interruption.exit_code
     except ExplainedError as error:
         say(f"error: {error}", error=True)
         return error.exit_code

@@ -76,7 +76,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     if supervisor:  # a forked worker has its supervisor's handlers
         handle(signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler if alone else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _end_at_once if alone else signal.SIG_DFL)
     if not supervisor and worker.layout.launched and hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, _interrupted_before_training)
     if supervisor or worker.layout.launched:
@@ -94,6 +94,14 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         _end_after_failure(_explain(places[-1], error), error, alone)
     flush()
     sys.exit(0)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """End this process, which has nothing to save. An exception could be lost where Python ignores it, as in a
+    destructor, and the run would go on."""
+    _end_children()
+    flush()
+    os._exit(128 + number)
 
 
 def _interrupted_before_training(number: int, frame: FrameType | None) -> NoReturn:
