@@ -17,6 +17,15 @@ from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
 """
 
+# a node that is lost with its supervisor
+WITHOUT_POSTS = (
+    IMPORTS
+    + """
+import common.launch.supervisor
+common.launch.supervisor._tell = lambda *given: True
+"""
+)
+
 IN_TIME = f"""
         group = replace(group, options=replace(group.options, timeout_seconds={SILENCE}.0))
         joining.set_timeout({SILENCE}.0)
@@ -94,6 +103,27 @@ ECHOES = """
             ended.post(group.store, rank, "ended with exit code 1")
         with group.run_independently("what each does"):
             pass
+"""
+
+WHOLE_NODE = """
+        group.views[3]["pid_space"] += " of another machine"
+        others = dist.new_group([1, 2, 3])
+        if worker.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not worker.is_main:
+            dist.barrier(others)
+        while any(lost._is_running(group.views[rank]["pid"]) for rank in (1, 2, 3)):
+            time.sleep(0.05)
+        with group.run_independently("what each does"):
+            pass
+"""
+
+MEANWHILE = """
+        with group.run_independently("what each does"):
+            if worker.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while worker.is_main and lost._is_running(group.views[2]["pid"]):
+                time.sleep(0.05)
 """
 
 LEAVES = """
@@ -199,7 +229,7 @@ def test_a_rank_that_freezes_at_work_is_named_by_those_that_wait(turn, silent):
 )
 def test_a_rank_that_dies_at_work_is_not_waited_for(turn, where, said, tmp_path):
     body = where + SIGNALLED.format(rank=1, turn=turn, signal="SIGKILL")
-    first, _, last = playing_body(body, tmp_path).results()
+    first, _, last = playing_body(body, tmp_path, imports=WITHOUT_POSTS).results()
     for result in (first, last):
         assert result.code == 1 and re.search(said, result.output), result.output
 
@@ -216,6 +246,17 @@ def test_ranks_that_have_ended_because_of_another_one_are_not_called_lost_by_a_r
     first = playing_body(ECHOES, tmp_path, gpus=(3, 1)).results()[0]
     said = [line for line in first.output.splitlines() if "error: lost" in line]
     assert len(said) == 3 and all("error: lost rank 3, node 1" in line for line in said), first.output
+
+
+def test_nor_where_nobody_can_post_the_end_of_the_one_that_was_lost(tmp_path):
+    first = playing_body(WHOLE_NODE, tmp_path, gpus=(3, 1), imports=WITHOUT_POSTS).results()[0]
+    said = [line for line in first.output.splitlines() if line.startswith("[0] ") and "error: " in line]
+    assert re.fullmatch(r"\[0\] error: lost rank 3, node 1 \(.*\): has closed its .*", said[0]), first.output
+
+
+def test_a_rank_that_dies_at_work_is_not_waited_for_by_others_while_rank_0_still_works(tmp_path):
+    second = playing_body(MEANWHILE, tmp_path, gpus=(1, 2)).results()[1]
+    assert re.search(r"\[2 .*error: lost rank 1, node 1 \(.*\): was ended by SIGKILL", second.output), second.output
 
 
 @pytest.mark.parametrize("turn", TURNS)

@@ -208,15 +208,16 @@ class _Watch:
         self.is_time = Every(HEARTBEAT_SECONDS)
 
     def require_alive(self) -> None:
-        """Raise RankLost when one of these ranks has ended, as somebody has posted; or has had no heartbeat for some
-        seconds, and has ended, as this rank sees; or has had none for --timeout."""
+        """Raise RankLost when a rank has ended, as somebody has posted; or one of these has had no heartbeat for some
+        seconds, and has ended, as this rank sees; or has had none for --timeout. Ranks that have ended because of
+        another one are named only where nothing is known of that one."""
         if not self.is_time():
             return
         ended = posted(self.turn.store_of_all, self.views)
-        if causes := {rank: ended[rank] for rank in self.beats if rank in ended}:
-            known = echoes(self.turn.store_of_all)
-            first = {rank: cause for rank, cause in causes.items() if rank not in known}
-            raise RankLost(ended_in_words(self.views, first or causes))
+        known = echoes(self.turn.store_of_all)
+        if first := {rank: cause for rank, cause in ended.items() if rank not in known}:
+            self.turn.raise_failure()
+            raise RankLost(ended_in_words(self.views, first))
         now = time.monotonic()
         for rank, (count, since) in self.beats.items():
             # A store makes each key that it is asked for.
@@ -229,7 +230,9 @@ class _Watch:
         silent = {rank for rank, (_, since) in self.beats.items() if now - since > SILENT_SECONDS}
         if silent and (missing := self._missing()) and silent & set(missing):
             self.turn.raise_failure()
-            raise RankLost(self._post_lost(missing))
+            raise RankLost(self._post_lost([rank for rank in missing if rank not in known] or missing))
+        if silent & ended.keys():
+            raise RankLost(ended_in_words(self.views, ended))
 
     def _missing(self) -> list[int]:
         """The ranks that have ended, as this one sees. On another machine, it may be any rank to which a connection was
