@@ -493,6 +493,7 @@ def test_a_data_set_may_hold_rows_without_text(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("texts", "documents"), [
     (["one\n", "line\n", "", "another\n"], ["one\nline", "another"]),
+    (["one", "line\n \n", "", "another"], ["one\nline", "another"]),
     (["one\nwith two lines", "another", "", "the last"], ["one\nwith two lines", "another", "the last"]),
 ])  # fmt: skip
 def test_rows_of_a_data_set_are_lines_where_some_are_blank_and_none_has_several_lines(

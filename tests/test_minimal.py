@@ -28,7 +28,7 @@ def data(tmp_path_factory):
     return folder
 
 
-CONSTANTS = 'DATA, CHECKPOINT, EPOCHS = "data", Path("minimal.pt"), 3'
+CONSTANTS = 'DATA, CHECKPOINT, PART, EPOCHS = "data", Path("minimal.pt"), Path("minimal.pt.part"), 3'
 
 
 def losses_of(gpus, data, folder, epochs=3) -> dict[int, float]:
@@ -36,7 +36,8 @@ def losses_of(gpus, data, folder, epochs=3) -> dict[int, float]:
     folder.mkdir(exist_ok=True)
     source = MINIMAL.read_text().replace("parents[1]", "parent")  # where common is installed
     assert source.count(CONSTANTS) == 1
-    mine = f"DATA, CHECKPOINT, EPOCHS = {str(data)!r}, Path({str(folder / 'minimal.pt')!r}), {epochs}"
+    files = f"Path({str(folder / 'minimal.pt')!r}), Path({str(folder / 'part')!r})"
+    mine = f"DATA, CHECKPOINT, PART, EPOCHS = {str(data)!r}, {files}, {epochs}"
     (folder / "minimal.py").write_text(source.replace(CONSTANTS, f"{mine}\ntorch.set_default_dtype(torch.float64)"))
     results = playing(folder / "minimal.py", torchrun_nodes(gpus), folder).results()
     for result in results:
@@ -93,7 +94,7 @@ def test_a_script_may_end_at_once_after_its_last_backward(attempt, tmp_path):
 
 def test_it_is_short_and_needs_nothing_but_torch_and_common_uneven():
     lines = MINIMAL.read_text().splitlines()
-    assert len(list(filter(None, lines))) <= 60
+    assert len(lines) <= 60
     imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imported == {"os", "sys", "pathlib", "torch", "torchvision", "common"}
+    assert imported == {"sys", "pathlib", "torch", "torchvision", "common"}
     assert all(line.startswith("from common.uneven") for line in lines if line.startswith("from common"))

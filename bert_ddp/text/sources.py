@@ -189,8 +189,8 @@ def _python_docs() -> Iterator[str]:
 
 
 def _from_datasets(name: str) -> Iterator[str]:
-    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. Rows are lines if some are blank, as in
-    wikitext, and none has several lines; otherwise they are whole documents."""
+    """The documents of `hf:NAME[,CONFIG[,SPLIT]]`, from the hub or a folder. Rows are lines if some of the first 1,000
+    are blank, as in wikitext, and none of these has several lines; otherwise they are whole documents."""
     import datasets  # here, because the flags' defaults come from this file, and --help must not wait for it
 
     path, config, split = _data_set(name)
@@ -207,7 +207,8 @@ def _from_datasets(name: str) -> Iterator[str]:
         raise UserError(f"--corpus {name} has a column `text` that is {kind}, not string: give another data set")
     # A row without a value (null) has no text, and does not mean that rows are lines.
     first = [text for text in rows[:ROWS_TO_LOOK_AT]["text"] if text is not None]
-    if not all(text.strip() for text in first) and all(len(_lines_of(text)) < 2 for text in first):
+    most_lines = max((sum(bool(line.strip()) for line in _lines_of(text)) for text in first), default=0)
+    if most_lines < 2 and not all(text.strip() for text in first):
         yield from _blocks(line for row in rows for line in _lines_of(row["text"] or ""))
     else:
         for row in rows:
