@@ -1,9 +1,9 @@
 """Training and evaluation on MNIST: read this first, top to bottom.
 
 Every worker of every node runs `train`. How many ranks there are, and on which nodes, changes nothing but rounding.
-`worker` holds the rank. `run` cuts the batches (common/uneven/global_batches.py), logs what `backward` is given, and
-knows what is due at a step, from --save-every, --max-steps, --eval-only and the epochs (common/run/schedule.py). The
-flags are in mnist-distributed.py.
+`worker` holds the rank. `run` cuts the batches (common/uneven/global_batches.py), logs the losses that `run.backward`
+is given, and knows what is due between two steps (common/run/schedule.py): an evaluation at the end of an epoch and
+with --eval-only, a checkpoint at the end of an epoch and by --save-every. The flags are in mnist-distributed.py.
 """
 
 import math
@@ -24,10 +24,10 @@ from mnist_ddp.model import ConvNet
 def train(worker: Worker, args: Namespace) -> None:
     """Run one process from start to end: join, load, train, evaluate, save, leave. Every rank must call this."""
     with Run(worker, args, name="mnist") as run:
-        # Data. An epoch's order is shuffled, the same on every layout. A global batch is the next slice of it, and each
-        # rank gets a slice of the global batch, in the order of the ranks, by --shares or --balance. Without these, the
-        # ranks' slices are equal, up to one image: on nodes of 8 and 2 GPUs, ranks 0 to 5 get 26 of 256 images, ranks 6
-        # to 9 get 25. The last global batch of an epoch may be smaller.
+        # Data. An epoch uses each image once, in an order that is the same on every layout. A global batch is the next
+        # 256 images of it (--global-batch; the last one of an epoch may be smaller), and each rank gets a slice of it,
+        # in the order of the ranks. These are equal up to one image, if --shares or --balance do not ask for others: on
+        # nodes of 8 and 2 GPUs, ranks 0 to 5 get 26 images, ranks 6 and 7 of the same node and 8 and 9 of the other 25.
         with run.first_on_node(f"the data set {args.dataset}"):  # one rank of each node first: the others find it there
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # an error if a rank, or the checkpoint, has other data
@@ -41,23 +41,24 @@ def train(worker: Worker, args: Namespace) -> None:
         # 5e-5 after 20 steps.
         optimizer = AdamW(net.parameters(), args.lr, weight_decay=args.weight_decay, eps=1e-5, fused=True)
         scheduler = OneCycleLR(optimizer, args.lr, total_steps=batches.total_steps)
-        # These three and the place in `batches` are loaded from the checkpoint with --resume, and with --elastic, when
-        # the members change, from the ranks' memory. In a new run nothing is.
+        # Loads these three and the place in `batches`: with --resume from the checkpoint; where --elastic has called
+        # `train` again, from the memory of the ranks. In a new run it loads nothing.
         run.resume(net, optimizer=optimizer, scheduler=scheduler)
-        # DDP that sums the gradients over the ranks, where plain DDP averages them. It tries `compute_loss` with an
-        # empty batch, as a rank may have. The log warns if the loss of step 1 is not near ln(10), a guess among ten.
+        # DDP that sums the gradients over the ranks, where plain DDP averages them. `wrap` calls `compute_loss` with an
+        # empty batch, because a rank may get one. The log warns if the loss of step 1 is not near ln(10), that of an
+        # equal guess among ten classes.
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due comes first, so it is also done before the first step of a resumed run, and after the last.
-            # A rank that dies ends the run, or, with --elastic, `train` is called again on those that are left, and the
-            # step that was under way is done again.
+            # What is due comes first: so a resumed run makes up for it, and it is done after the last step too. Where a
+            # rank dies, the run ends, and --resume repeats the steps since the checkpoint. With --elastic, `train` is
+            # called again on the ranks that are left, and repeats only the step that was under way.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:
                 run.save()
             if run.is_done or run.has_reached("accuracy", args.target_accuracy):
-                break  # and what is not saved yet is, at the end of `with`
+                break  # the end of `with` saves what is not saved yet
 
             batch = next(batches)  # this rank's part of one global batch
             for micro, is_last in batch.micro_batches():  # at least one: without images, an empty one
