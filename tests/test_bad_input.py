@@ -1,13 +1,15 @@
 """What a person gets wrong: one clear line, the right exit code, nothing half-written."""
 
+import fcntl
 import http.client
 
+import psutil
 import pytest
 import torch
 
 from common.errors import ExplainedError, RunError, UserError
 from mnist_ddp import data
-from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing
+from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, start, wait_until
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -90,6 +92,18 @@ def test_an_out_dir_with_another_run_is_not_overwritten(tmp_path):
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     assert "holds a run already: go on with --resume, or name another directory" in refusal(tmp_path, *FLAGS)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_of_two_runs_that_begin_in_one_folder_at_the_same_moment_the_second_is_refused(tmp_path):
+    with (tmp_path / ".lock").open("w") as lock:  # the first has begun, and has written nothing yet
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = start("python", MNIST, *FLAGS, "--out-dir", tmp_path, "--device", "cpu")
+        process = psutil.Process(second.process.pid)
+        wait_until(lambda: str(tmp_path / ".lock") in [file.path for file in process.open_files()], second)
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+    result = second.result()
+    assert result.code == 2 and "holds a run already: go on with --resume" in result.output, result.output
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_a_loss_that_is_not_finite_ends_every_rank_and_names_the_step(tmp_path):

@@ -318,6 +318,27 @@ def test_a_replacement_is_let_in_although_the_code_was_edited_meanwhile(undistur
     assert "starting another process for it" in under_way.playing[1].said()
 
 
+AGREES = '        run.agree(data=f"{args.dataset} {fingerprint}")'
+WAITS_ITS_TURN = "        with run.first_on_node("
+GONE = """        if worker.predecessor:
+            raise __import__("common.errors").errors.UserError("--data-dir nowhere: no such folder")
+"""
+
+
+@pytest.mark.parametrize("change, said", [
+    ({AGREES: AGREES.replace("{fingerprint}", "{fingerprint}{worker.predecessor}")}, "this run is under way, and "),
+    pytest.param({WAITS_ITS_TURN: GONE + WAITS_ITS_TURN}, "--data-dir nowhere: no such folder", marks=pytest.mark.long),
+], ids=["other data", "none"])  # fmt: skip
+def test_a_replacement_that_does_not_fit_is_told_so_and_its_neighbour_goes_on(change, said, undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run", changes=change)
+    kill(under_way.worker(1).pid)
+    under_way.playing[0].wait_for(said)
+    under_way.wait_for_members(0, 2)
+    last = under_way.patient.end(tmp_path / "run")
+    assert [result.code for node in under_way.playing for result in node.results()] == [2, 0], under_way.said()
+    require_same(tmp_path / "run", undisturbed, last)
+
+
 @pytest.mark.parametrize("mistake, said", [
     (("--lr", 0.5), "has --lr 0.5, but node 0"),
     pytest.param(("--gpus", "2,2"), "has -g/--gpus 2,2, but node 0", marks=pytest.mark.long),

@@ -10,6 +10,7 @@ from tests.trainers import NEXT_STEP, altered
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12)
 STEP = "            run.optimizer_step(optimizer, clip_norm=args.clip_norm)\n"
 ZERO = "            optimizer.zero_grad()\n"
+MICRO = "            for micro, is_last in batch.micro_batches():  # at least one: without images, an empty one\n"
 BACKWARD = "run.backward(loss_sum / batch.global_count)"
 DONE = "run.is_done or "
 WRAP = "        while True:\n"
@@ -46,6 +47,32 @@ def test_a_habit_that_would_go_wrong_is_refused(changes, said, tmp_path):
     for result in run_of(changes, tmp_path).results():
         assert result.code == 2 and "Traceback" not in result.output, result.output
     assert re.search(f"error: .*{said}", (tmp_path / "node-0-0.log").read_text())
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({BACKWARD: f"len(micro.labels) and {BACKWARD}"}, "no backward has run within this .*: .* also of an empty one"),
+    ({MICRO: f"{MICRO}                if not len(micro.labels):\n                    continue\n"},
+     "this step has had no run.backward.loss.: .* for an empty micro-batch too"),
+])  # fmt: skip
+def test_an_empty_micro_batch_that_a_loop_leaves_out_is_named(changes, said, tmp_path):
+    for result in run_of(changes, tmp_path, "--shares", "1,0").results():
+        assert result.code == 2 and "Traceback" not in result.output, result.output
+    assert re.search(f"error: {said}", (tmp_path / "node-1-1.log").read_text())
+
+
+EVALUATION = "evaluate(net, test_loader, run)"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({EVALUATION: "evaluate(net, [test_set.get_batch(range(len(test_set)))], run)"},
+     r"this evaluation has not read a run.evaluation_loader\(test_set\): .* counts 2 times"),
+    ({'total["loss"] / count,': 'total["loss"] / count**2,'},
+     r"the held-out loss is \S+, but that of the training \S+: is it summed over the samples or tokens, and divided"),
+], ids=["every rank reads the whole set", "a mean is divided again"])  # fmt: skip
+def test_an_evaluation_that_cannot_be_right_is_said_once(change, said, tmp_path):
+    first, _ = run_of(change, tmp_path, "--max-steps", 46).results()
+    assert first.code == 0 and "step 46: loss" in first.output, first.output
+    assert len(re.findall(f"warning: {said}", first.output)) == first.output.count("warning") == 1, first.output
 
 
 def test_a_loop_that_is_left_early_has_written_and_saved_all_of_its_steps(tmp_path):

@@ -137,6 +137,11 @@ def test_a_sampler_of_single_samples_is_refused():
         next(iter(part_loader(LABELS, torch.utils.data.SequentialSampler(LABELS))))
 
 
+def test_a_collate_function_that_gives_nothing_is_named():
+    with pytest.raises(UserError, match="the collate function has returned None for 1 samples: it must make a batch"):
+        next(iter(part_loader(LABELS, [Indices()], collate=lambda samples: None)))
+
+
 def test_a_collate_function_with_a_generator_of_its_own_is_refused():
     generator = torch.Generator().manual_seed(0)
 

@@ -18,11 +18,11 @@ from types import FrameType
 from typing import NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, is_known_to_all
+from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, UserError, is_known_to_all
 from common.launch import cli, orphans
 from common.launch.interruption import INTERRUPTED, handle
 from common.launch.layout import Worker
-from common.launch.replacing import ENDED, FAILED, FINISHES, WAITS
+from common.launch.replacing import ENDED, FAILED, FINISHES, STARTS, WAITS, Board
 from common.launch.title import name_worker
 
 LEAVE_SECONDS = 8.0  # a failed rank stays at most, until the others know; its supervisor waits for longer
@@ -138,9 +138,7 @@ def _explain(worker: Worker, error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, ExplainedError):
         if worker.board:
-            doing, is_alone = worker.board.doing(worker), not is_known_to_all(error)
-            if not (is_alone and doing == WAITS):  # it gives up waiting, which is no failure once the run is complete
-                worker.board.note(worker, FAILED if is_alone and doing == FINISHES else ENDED)
+            _note_end(worker.board, worker, error)
         if worker.local_rank == 0 or not error.same_on_every_rank:
             say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
         return error.exit_code
@@ -150,6 +148,16 @@ def _explain(worker: Worker, error: BaseException) -> int:
     else:
         say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
+
+
+def _note_end(board: Board, worker: Worker, error: ExplainedError) -> None:
+    """Let the supervisor know whether the run ends with this error, or this worker alone: also one that was to be let
+    into a run under way, and does not fit it, or has found something wrong with its data."""
+    doing = board.doing(worker)
+    is_member = not board.leader or doing not in (STARTS, WAITS)
+    is_alone = not is_known_to_all(error) or (isinstance(error, UserError) and not is_member)
+    if not (is_alone and doing == WAITS):  # it gives up waiting, which is no failure once the run is complete
+        board.note(worker, FAILED if is_alone and (doing == FINISHES or not is_member) else ENDED)
 
 
 def _lost_loader(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import newest_step
 from common.record.latest import latest_folder
+from common.record.lock import refuse_another_run
 
 
 def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
@@ -57,8 +58,8 @@ def _new(name: str) -> Path:
 
 def _make_writable(folder: Path, resume: str | None) -> None:
     try:
-        if (folder / "metrics.jsonl").exists() and resume is None:
-            raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
+        if resume is None:
+            refuse_another_run(folder)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()

@@ -11,6 +11,12 @@ from common.join.waiting import poll
 SECONDS = 10.0  # that the processes of a run that was killed may take to end
 
 
+def refuse_another_run(folder: Path) -> None:
+    """Raise UserError where the files of a run are in `folder` already."""
+    if (folder / "metrics.jsonl").exists():
+        raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
+
+
 def lock(folder: Path, takes_over: bool = False) -> IO[str]:
     """The file that locks `folder` for as long as it is open: until this process ends, by whatever means.
 

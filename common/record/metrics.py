@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import RunError, UserError
-from common.record.lock import lock
+from common.record.lock import lock, refuse_another_run
 from common.record.trackers import Trackers
 
 OF_STEPS = ("train", "ranks")  # kinds of rows of which there is one for each step, or each exchange
@@ -119,12 +119,21 @@ class Metrics:
     """The metrics.jsonl of a run, open for appending. Each row is handed to the run's trackers too."""
 
     def __init__(
-        self, folder: Path, first_step: int, steps_per_epoch: int, trackers: Trackers, takes_over: bool = False
+        self,
+        folder: Path,
+        first_step: int,
+        steps_per_epoch: int,
+        trackers: Trackers,
+        takes_over: bool = False,
+        is_new: bool = False,
     ):
         """Drops rows after `first_step`: a resumed run does those steps again. `takes_over` where other members of
-        it have written before (--elastic). Raises OSError."""
+        it have written before (--elastic). Raises OSError; and UserError for a run that `is_new`, where another one,
+        started at the same moment, has written into the folder meanwhile."""
         self.path, self.steps_per_epoch, self.trackers = folder / "metrics.jsonl", steps_per_epoch, trackers
         self.lock = lock(folder, takes_over=takes_over)
+        if is_new:
+            refuse_another_run(folder)
         if self.path.exists():
             drop_rows_after(self.path, first_step)
         self.file = self.path.open("a")

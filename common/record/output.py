@@ -57,7 +57,8 @@ class Output:
             if options.tensorboard and not self.is_copy:
                 told.append(TensorBoard(folder / "tensorboard", first_step))
             takes_over = members.generation > 0
-            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), takes_over)
+            is_new = not (takes_over or self.is_copy or options.resume)
+            self.metrics = Metrics(folder, first_step, plan.steps_per_epoch, Trackers(told), takes_over, is_new)
             if not self.is_copy:
                 layout = group.worker.layout
                 noted = {**facts, "parts": "balanced by tokens"} if plan.balances_tokens else facts

@@ -17,6 +17,7 @@ from common.record.steps import ExchangedSteps, LocalStep, exchange_steps
 from common.record.trace import Trace
 from common.record.trace_files import write_trace
 from common.run.suspicious import first_step_lines, not_finite_lines
+from common.uneven.guards.losses import held_out_loss_problem
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -41,6 +42,7 @@ class StepLog:
         self.exchange_seconds = 0.0  # that the last one took on this rank
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1  # of the last evaluation in the files
+        self.last_loss = 0.0  # of a step; 0 before there is one
         self.has_said_reached = False
         self.output: Output | None = None  # on rank 0, and on ranks that keep copies
         self.trace: Trace | None = None  # with --trace, from the first step until it is written
@@ -136,6 +138,7 @@ class StepLog:
             self.lines(first_step_lines(steps, self.plan.global_count(0), self.untrained_loss))
         if self.trace and self.trace.is_complete:
             self._write_trace(self.trace)
+        self.last_loss = steps.done[-1].loss
         for done in steps.done:
             self.precision.require_finite(done.step, done.loss, done.grad_norm)
         return steps
@@ -159,12 +162,14 @@ class StepLog:
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
+        is_first, self.evaluated_step = self.evaluated_step < 0, step
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
-        self.evaluated_step = step
         with self.writing():
             if self.output:
                 self.output.metrics.write("eval", step, training_seconds=round(self.clock.seconds, 3), **numbers)
         self.line(f"step {step}: {wording.measures(numbers)}")
+        if is_first and "loss" in numbers and (problem := held_out_loss_problem(numbers["loss"], self.last_loss)):
+            self.line(problem)
 
     def has_reached(self, measure: str, target: float) -> bool:
         """Whether the last evaluation's `measure` is at least `target`; rank 0 says so once."""

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 def before_resume(run: "Run") -> None:
     if not hasattr(run, "batches"):
         raise UserError(
-            "run.resume() before run.global_batches(train_set), the loader whose steps are to be trained: a DataLoader "
-            "of one's own cannot take its place"
+            "run.global_batches(train_set) is missing: call it before run.resume(). It makes the loader whose steps "
+            "are trained, in place of a DataLoader"
         )
 
 
 def before_wrap(run: "Run") -> None:
     if not hasattr(run, "net"):
         raise UserError(
-            "run.wrap() before run.resume(net, optimizer=..., scheduler=...), also where nothing is resumed"
+            "run.resume(net, optimizer=..., scheduler=...) is missing: call it before run.wrap(), also where nothing "
+            "is resumed"
         )
     if hasattr(run, "log"):
         raise UserError(
@@ -40,6 +41,11 @@ def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, .
             run.optimizers.add(one)
     if run.batches.last.step != run.step:
         raise UserError(f"step {run.step + 1} has had no run.end_step(): call it at the end of each step")
+    if run.precision.backpropagated is None:
+        raise UserError(
+            "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
+            "fp16 know nothing; and for an empty micro-batch too, with which its rank takes part in the exchange"
+        )
 
 
 def before_end_step(run: "Run") -> None:
@@ -47,11 +53,6 @@ def before_end_step(run: "Run") -> None:
         raise UserError(
             "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
             "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
-        )
-    if run.precision.backpropagated is None:
-        raise UserError(
-            "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
-            "fp16 know nothing"
         )
 
 

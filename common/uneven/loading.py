@@ -93,6 +93,11 @@ class Parts(Dataset):
                 name = type(self.dataset).__name__
                 require_repeatable(lambda index: self.sample(index, epoch), chosen, self.collate, name)
             batch = collated(self.collate, [self.sample(index, epoch) for index in chosen])
+        if batch is None:
+            raise UserError(
+                f"the collate function has returned None for {len(chosen)} samples: it must make a batch with a row "
+                "for each sample that it is given"
+            )
         return batch if indices else take_rows(batch, slice(0, 0))
 
     def sample(self, index: int, epoch: int) -> Any:

@@ -145,7 +145,7 @@ class Guard:
             if missing == list(self.trained) and not same_on_every_rank:
                 raise UserError(
                     "no backward has run within this `with model.no_sync(enabled=not is_last):`: put forward and "
-                    "backward of each micro-batch into it"
+                    "backward of each micro-batch into it, also of an empty one"
                 )
             names = shown(missing) or (
                 "some parameters in the last micro-batch (did the loss call the module itself, and not what wrap() "
