@@ -318,6 +318,7 @@ def test_a_replacement_is_let_in_although_the_code_was_edited_meanwhile(undistur
     assert "starting another process for it" in under_way.playing[1].said()
 
 
+NO_GRACE = "import common.launch.supervisor as launch_supervisor\nlaunch_supervisor.GRACE_SECONDS = 0.0\n"
 AGREES = '        run.agree(data=f"{args.dataset} {fingerprint}")'
 WAITS_ITS_TURN = "        with run.first_on_node("
 GONE = """        if worker.predecessor:
@@ -330,13 +331,15 @@ GONE = """        if worker.predecessor:
     pytest.param({WAITS_ITS_TURN: GONE + WAITS_ITS_TURN}, "--data-dir nowhere: no such folder", marks=pytest.mark.long),
 ], ids=["other data", "none"])  # fmt: skip
 def test_a_replacement_that_does_not_fit_is_told_so_and_its_neighbour_goes_on(change, said, undisturbed, tmp_path):
-    under_way = Run(tmp_path / "run", changes=change)
+    under_way = Run(tmp_path / "run", changes={**change, IMPORTS: IMPORTS + NO_GRACE})
     kill(under_way.worker(1).pid)
     under_way.playing[0].wait_for(said)
     under_way.wait_for_members(0, 2)
+    under_way.wait_for("train", len(rows_so_far(tmp_path / "run", "train")) + 10)  # a second at least
     last = under_way.patient.end(tmp_path / "run")
     assert [result.code for node in under_way.playing for result in node.results()] == [2, 0], under_way.said()
     require_same(tmp_path / "run", undisturbed, last)
+    assert [one["original"] for one in rows(tmp_path / "run", "members")[-1]["ranks"]] == [0, 2]
 
 
 @pytest.mark.parametrize("mistake, said", [

@@ -36,9 +36,10 @@ RESUME = """The first step after it shows lost weights or a lost position in the
 optimizer, schedule or random state."""
 EPOCH = """Is its order drawn from (seed, epoch) alone? Is set_epoch called? Is the short last batch of an epoch
 divided by its own count?"""
-SUDDENLY = """Buffers, and BatchNorm's statistics, that differ between ranks; random numbers that depend on the rank; a
-sample that only one run has; a loss that compares the samples of one micro-batch with one another; a part of the
-computation in lower precision."""
+SUDDENLY = """Buffers, and BatchNorm's statistics, that differ between ranks; a step of an optimizer, a scheduler or an
+average that one rank alone takes, as under `if rank == 0`; random numbers that depend on the rank; a sample that only
+one run has; a loss that compares the samples of one micro-batch with one another; a part of the computation in lower
+precision."""
 PARTS = """how the ranks' parts of the evaluation are put together, because the training agrees. Sums over samples are
 added and divided once, by the count; a mean of means is another number. Is the model in eval() mode? Is an average of
 the weights (EMA) among the parts of the checkpoint? Below fp64 a sample may also lie so near the border of two classes
