@@ -803,12 +803,20 @@ def short(samples):
     )
 
 
+def test_a_loss_that_is_no_number_for_an_empty_batch_is_refused(refused):
+    refused(
+        "the loss of an empty batch, which a rank with an empty part has, is nan",
+        'return the sum over the samples (reduction="sum")',
+        loss="cross_entropy(model(micro[0]), micro[1]) * len(micro[1])",
+    )
+
+
 # --- said --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction, is_said", [("sum", False), ("mean", True)])
-def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, reduction, is_said):
-    loss = f"cross_entropy(model(micro[0]), micro[1], reduction='{reduction}')"
+@pytest.mark.parametrize("divided, is_said", [("", False), (" / max(1, len(micro[1]))", True)])
+def test_a_loss_that_is_a_mean_already_is_seen_in_the_first_loss(outputs, divided, is_said):
+    loss = f"cross_entropy(model(micro[0]), micro[1], reduction='sum'){divided}"
     said = "len(losses) == 1 and print(first_loss_problem(losses[0], math.log(10)))"
     imports = "\nimport math\nfrom common.uneven.guards.losses import first_loss_problem\n"
     results, _ = outputs((2, 1), loss=loss, micro_batch="None", after=said, more=imports)

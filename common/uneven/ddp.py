@@ -170,7 +170,10 @@ def wrap(
 
     with wrapped.micro_batch():
         for _ in range(2):
-            _loss_of_empty_batch(compute, wrapped, pad_empty_batch).backward()
+            loss = _loss_of_empty_batch(compute, wrapped, pad_empty_batch)
+            if not (no_micro_batches or needs_whole_parts(net)):  # of which no rank alone may have nothing
+                assembly.require_number(loss)
+            loss.backward()
             has_exchanged = wrapped.is_alone or timer.is_marked("ready")
             wrapped.guard.require_all_reached(has_exchanged, same_on_every_rank=True)
     wrapped.zero_grad()

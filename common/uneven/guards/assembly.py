@@ -64,6 +64,16 @@ def require_alike(net: torch.nn.Module, batches: GlobalBatchLoader, layout_depen
     refuse_batch_norm(net, layout_dependent)
 
 
+def require_number(loss: torch.Tensor) -> None:
+    """Raise UserError where the loss of an empty batch is not finite, as that of a mean is."""
+    if not loss.isfinite().all():
+        raise UserError(
+            f"the loss of an empty batch, which a rank with an empty part has, is {loss.sum().item()}: return the sum "
+            'over the samples (reduction="sum"), which the loop divides by the global count, and not a mean',
+            same_on_every_rank=True,
+        )
+
+
 def empty_batch_problem(
     error: Exception, net: torch.nn.Module, compute: Callable[[int], Any], pad_empty_batch: bool
 ) -> Exception:

@@ -40,9 +40,9 @@ class ModelState:
         if changed:
             raise UserError(
                 f"training changes the buffer {shown(changed)}: by each rank's own samples, the result would depend on "
-                "the layout, and a checkpoint would have rank 0's. Compute it from the global batch (see "
-                "common.uneven.options.global_batch), and if that is done, or does not matter, name it in "
-                "wrap(..., layout_dependent=[...])"
+                "the layout, and a checkpoint would have rank 0's. Compute it from the global batch (by "
+                "batch.sum_over_ranks, or see common.uneven.options.global_batch), and if that is done, or does not "
+                "matter, name it in wrap(..., layout_dependent=[...])"
             )
 
     def say_changed_tensors(self, is_last_look: bool) -> None:
