@@ -102,8 +102,6 @@ class PlayedRun:
     def workers(self, node: int) -> dict[int, psutil.Process]:
         """The processes that train on a node now, by their ranks of now."""
         supervisor, found = self.nodes[node].pid, dict[int, psutil.Process]()
-        if self.gpus[node] == 1 and "--elastic" not in self.flags:
-            return {sum(self.gpus[:node]): psutil.Process(supervisor)}  # its launcher runs it itself
         with contextlib.suppress(*PROCESS_ENDED):
             for one in psutil.Process(supervisor).children():
                 with contextlib.suppress(*PROCESS_ENDED):

@@ -28,7 +28,11 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (ValueError, AttributeError):  # it is closed already, or was never there
+        except (
+            ValueError,
+            AttributeError,
+            RuntimeError,
+        ):  # it is closed, was never there, or a signal has come in `say`
             pass
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

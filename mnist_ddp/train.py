@@ -50,9 +50,9 @@ def train(worker: Worker, args: Namespace) -> None:
         model = run.wrap(net, compute_loss, untrained_loss=math.log(10))
 
         while True:
-            # What is due comes first: so a resumed run makes up for it, and it is done after the last step too. Where a
-            # rank dies, the run ends, and --resume repeats the steps since the checkpoint. With --elastic, `train` is
-            # called again on the ranks that are left, and repeats only the step that was under way.
+            # What is due comes first, so it is done after the last step too. Where a rank dies, the run ends, and
+            # --resume repeats the steps since the checkpoint. With --elastic, `train` is called again on the ranks that
+            # are left, makes up for what was due, and repeats only the step that was under way.
             if run.evaluation_is_due:
                 run.log_evaluation(**evaluate(net, test_loader, run))
             if run.checkpoint_is_due:

@@ -10,6 +10,7 @@ import torch
 from common.errors import ExplainedError, RunError, UserError
 from mnist_ddp import data
 from tests.harness import MNIST, SHARED, Node, nodes_of, play, playing, start, wait_until
+from tests.trainers import altered
 
 FLAGS = ("--dataset", "digits", "--max-steps", 2)
 
@@ -95,14 +96,16 @@ def test_an_out_dir_with_another_run_is_not_overwritten(tmp_path):
 
 
 def test_of_two_runs_that_begin_in_one_folder_at_the_same_moment_the_second_is_refused(tmp_path):
+    patient = "import torch\nimport common.record.lock as locks\n\nlocks.SECONDS = 600.0\n"
+    script = altered(tmp_path / "patient_ddp", {"import torch\n": patient})
     with (tmp_path / ".lock").open("w") as lock:  # the first has begun, and has written nothing yet
         fcntl.flock(lock, fcntl.LOCK_EX)
-        second = start("python", MNIST, *FLAGS, "--out-dir", tmp_path, "--device", "cpu")
+        second = start("python", script, *FLAGS, "-g", 1, "--device", "cpu", "--out-dir", tmp_path)
         process = psutil.Process(second.process.pid)
         wait_until(lambda: str(tmp_path / ".lock") in [file.path for file in process.open_files()], second)
         (tmp_path / "metrics.jsonl").write_text("{}\n")
     result = second.result()
-    assert result.code == 2 and "holds a run already: go on with --resume" in result.output, result.output
+    assert result.code == 2 and result.output.count("holds a run already: go on with --resume") == 1, result.output
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 

@@ -23,6 +23,7 @@ WITHOUT_POSTS = (
     + """
 import common.launch.supervisor
 common.launch.supervisor._tell = lambda *given: True
+common.launch.supervisor.GRACE_SECONDS = 200.0
 """
 )
 
@@ -105,6 +106,18 @@ ECHOES = """
             pass
 """
 
+LATER = """
+        def look_once_rank_2_has_gone(turn):
+            while lost._is_running(group.views[2]["pid"]):
+                time.sleep(0.02)
+
+        if worker.rank == 3:
+            Turn.raise_failure = look_once_rank_2_has_gone
+        with group.first_on_node("what rank 1 does"):
+            if worker.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 WHOLE_NODE = """
         group.views[3]["pid_space"] += " of another machine"
         others = dist.new_group([1, 2, 3])
@@ -116,14 +129,6 @@ WHOLE_NODE = """
             time.sleep(0.05)
         with group.run_independently("what each does"):
             pass
-"""
-
-MEANWHILE = """
-        with group.run_independently("what each does"):
-            if worker.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            while worker.is_main and lost._is_running(group.views[2]["pid"]):
-                time.sleep(0.05)
 """
 
 LEAVES = """
@@ -248,15 +253,16 @@ def test_ranks_that_have_ended_because_of_another_one_are_not_called_lost_by_a_r
     assert len(said) == 3 and all("error: lost rank 3, node 1" in line for line in said), first.output
 
 
+def test_ranks_that_a_turn_has_told_of_a_lost_one_are_not_called_lost_themselves(tmp_path):
+    results = playing_body(LATER, tmp_path, gpus=(1, 3)).results()
+    said = [line for result in results for line in result.lines if "error: lost" in line]
+    assert len(said) == 3 and all("error: lost rank 1, node 1" in line for line in said), said
+
+
 def test_nor_where_nobody_can_post_the_end_of_the_one_that_was_lost(tmp_path):
     first = playing_body(WHOLE_NODE, tmp_path, gpus=(3, 1), imports=WITHOUT_POSTS).results()[0]
     said = [line for line in first.output.splitlines() if line.startswith("[0] ") and "error: " in line]
     assert re.fullmatch(r"\[0\] error: lost rank 3, node 1 \(.*\): has closed its .*", said[0]), first.output
-
-
-def test_a_rank_that_dies_at_work_is_not_waited_for_by_others_while_rank_0_still_works(tmp_path):
-    second = playing_body(MEANWHILE, tmp_path, gpus=(1, 2)).results()[1]
-    assert re.search(r"\[2 .*error: lost rank 1, node 1 \(.*\): was ended by SIGKILL", second.output), second.output
 
 
 @pytest.mark.parametrize("turn", TURNS)

@@ -144,6 +144,7 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
                 return _ask(store, secret, until - time.monotonic())["ended"]
         with suppress(UserError, RunError):  # the others may still be meeting
             leader, run = find(flag, address, secret, seconds, run["members"])
+            heard = time.monotonic()
     raise RunError(f"{flag} {address}: the run has not ended within {STOP_SECONDS:.0f} s: see its log")
 
 

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
@@ -104,8 +104,15 @@ def _let_know(
 ) -> None:
     """This rank ends with an error of its own: the others are to learn of it, and rank 0 stays until they have."""
     is_known = getattr(error, "same_on_every_rank", False)  # each rank raises it by itself
+
+    def tell() -> None:
+        if isinstance(error, RankLost):  # of which a turn has told this rank: it ends because of another one
+            _post_survivor(store, worker.rank)
+        else:
+            ended.post_error(store, worker.rank, error)
+
     if worker.world_size > 1 and not is_known:
-        within(ANSWER_SECONDS, lambda: ended.post_error(store, worker.rank, error))
+        within(ANSWER_SECONDS, tell)
 
     def linger() -> None:
         if not is_known:
@@ -114,6 +121,12 @@ def _let_know(
 
     if isinstance(error, Exception) and not hasattr(error, "before_exit"):  # a turn waits until all know of its failure
         before_exit(error, linger)
+
+
+def _post_survivor(store: dist.Store, rank: int, peer: str = "", late: bool = False) -> None:
+    """Post that this rank is there, and ends because of another one; and what its error says."""
+    number = store.add("lost/survivor", 1)
+    store.set(f"lost/survivor/{number}", json.dumps({"rank": rank, "peer": peer, "late": late}))
 
 
 def others_have_lost_contact(store: dist.Store) -> bool:
@@ -157,7 +170,10 @@ class _Search:
         self.worker, self.views = worker, views
         self.store = store
         peers = re.findall(r"\[([0-9a-fA-F.:]+)\]:\d+", reason)  # gloo names the other end of the connection
-        self.known = {"peer": peers[-1] if peers else "", "late": any(sign in reason for sign in TIMEOUTS)}
+        self.known: dict[str, Any] = {
+            "peer": peers[-1] if peers else "",
+            "late": any(sign in reason for sign in TIMEOUTS),
+        }
         self.lost: list[int] = []
         self.survivors: dict[int, dict] = {}  # what each has posted, by rank
         self.unread: set[int] = set()  # numbers of posts that have been begun
@@ -184,8 +200,7 @@ class _Search:
 
     def _search(self) -> str:
         try:
-            number = self.store.add("lost/survivor", 1)
-            self.store.set(f"lost/survivor/{number}", json.dumps({"rank": self.worker.rank, **self.known}))
+            _post_survivor(self.store, self.worker.rank, **self.known)
             poll(lambda: self._find_ended() or self._has_waited, self.most_seconds)
             if causes := self._find_ended():
                 self.lost, self.is_mistake = sorted(causes), self.store.check(["lost/mistake"])

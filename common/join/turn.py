@@ -208,14 +208,15 @@ class _Watch:
         self.is_time = Every(HEARTBEAT_SECONDS)
 
     def require_alive(self) -> None:
-        """Raise RankLost when a rank has ended, as somebody has posted; or one of these has had no heartbeat for some
-        seconds, and has ended, as this rank sees; or has had none for --timeout. Ranks that have ended because of
-        another one are named only where nothing is known of that one."""
+        """Raise RankLost when one of these ranks has ended, as somebody has posted; or has had no heartbeat for some
+        seconds, and has ended, as this rank sees; or has had none for --timeout. Where it has ended because of another
+        one, that one is named; itself only where nothing is known of the other."""
         if not self.is_time():
             return
         ended = posted(self.turn.store_of_all, self.views)
         known = echoes(self.turn.store_of_all)
-        if first := {rank: cause for rank, cause in ended.items() if rank not in known}:
+        first = {rank: cause for rank, cause in ended.items() if rank not in known}
+        if first and self.beats.keys() & ended.keys():
             self.turn.raise_failure()
             raise RankLost(ended_in_words(self.views, first))
         now = time.monotonic()

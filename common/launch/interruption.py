@@ -52,12 +52,13 @@ class Interruption:
     def require_in_time(self) -> None:
         """Raise KeyboardInterrupt when the workers take too long to end."""
         if time.monotonic() > self.deadline:
+            self.received = signal.SIGTERM
             raise KeyboardInterrupt
 
     @property
     def exit_code(self) -> int:
         """As shells report the signal."""
-        return 128 + self.received
+        return 128 + (self.received or signal.SIGINT)
 
     def has_ended(self, worker: BaseProcess, or_the_terminal: bool = False) -> bool:
         """True for a worker that was not training, and that our signal has ended; or that of a terminal, which reaches

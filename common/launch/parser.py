@@ -67,8 +67,9 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, unknown: str) -> str:
         """What to write in place of a flag that this parser does not know; empty where nothing is like it."""
         ours = {_bare(flag): flag for flag in self._option_string_actions if flag.startswith("--")}
-        ours = {bare: flag for bare, flag in ours.items() if not bare.startswith("outer")}  # those are of --sync-every
         bare = _bare(unknown)
+        if not bare.startswith("outer"):  # nobody means those of --sync-every by --momentum
+            ours = {name: flag for name, flag in ours.items() if not name.startswith("outer")}
         if unknown in self._option_string_actions:  # what follows "--" are values
             return ""
         elsewhere = ELSEWHERE.get(bare, "")

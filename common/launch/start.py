@@ -1,7 +1,7 @@
 """From a command line to running workers. A trainer's entry calls `main` and nothing else.
 
 -n/-g/-i, HetSeq's flags, or no flags    this process starts a worker for each place here, and supervises them
-one process in all, torchrun, srun, ...  this process is the worker
+one process in all, torchrun, srun, ...  this process is the worker; so it is where HetSeq's flags start one here
 --join, --stop                           a run that is under way tells where its members are, and its flags
 """
 

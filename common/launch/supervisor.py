@@ -167,7 +167,8 @@ def _run_all(workers: _Workers, args: Namespace, interruption: Interruption) -> 
         return _Watch(workers, args, interruption).wait()
     except OSError as error:
         fix = "end other processes, free memory, or see `ulimit -u`"
-        say(f"error: could not start {len(workers.places)} workers: {error.strerror}: {fix}", error=True)
+        many = "s" * (len(workers.places) > 1)
+        say(f"error: could not start {len(workers.places)} worker{many}: {error.strerror}: {fix}", error=True)
         return 1
     finally:
         interruption.ignore()  # another Ctrl-C must not keep us from ending a stopped worker
@@ -289,7 +290,7 @@ def _exit_code(process: BaseProcess) -> int:
     """The worker's exit code, as in shells. A signal is printed."""
     code = process.exitcode or 0
     if code < 0:
-        say(f"{process.name} {_cause(code)}; ending the other workers of this node")
+        say(f"{process.name} {_cause(code)}; ending what is left of this node")
     return _shell_code(process)
 
 

@@ -19,8 +19,8 @@ def name_worker(worker: Worker) -> None:
 
 def name_supervisor(layout: Layout) -> None:
     """Show this process as the supervisor of its node's workers."""
-    last = layout.first_rank + layout.local_world_size - 1
-    ranks = f"ranks {layout.first_rank} to {last}"
+    first, last = layout.first_rank, layout.first_rank + layout.local_world_size - 1
+    ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
     _show(f"supervisor of {ranks if not layout.joins else 'a machine that joins'}", layout)
 
 

@@ -154,10 +154,11 @@ def _note_end(board: Board, worker: Worker, error: ExplainedError) -> None:
     """Let the supervisor know whether the run ends with this error, or this worker alone: also one that was to be let
     into a run under way, and does not fit it, or has found something wrong with its data."""
     doing = board.doing(worker)
-    is_member = not board.leader or doing not in (STARTS, WAITS)
-    is_alone = not is_known_to_all(error) or (isinstance(error, UserError) and not is_member)
+    prepares = doing == STARTS and bool(board.leader)
+    own = (UserError, RunError) if prepares else UserError if doing == WAITS else ()
+    is_alone = not is_known_to_all(error) or isinstance(error, own)
     if not (is_alone and doing == WAITS):  # it gives up waiting, which is no failure once the run is complete
-        board.note(worker, FAILED if is_alone and (doing == FINISHES or not is_member) else ENDED)
+        board.note(worker, FAILED if is_alone and (doing == FINISHES or prepares) else ENDED)
 
 
 def _lost_loader(error: BaseException) -> str:

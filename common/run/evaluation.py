@@ -31,7 +31,6 @@ class EvaluationLoader:
         return ""
 
     def __iter__(self) -> Iterator[Any]:
-        self.run.has_read_held_out = True
         self.sampler.set_batch(self.run.eval_batch)
         for batch in self.loader:
             yield move(batch, self.run.device, self.run.precision.dtype)

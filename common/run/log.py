@@ -1,7 +1,7 @@
 """The log of a run's optimizer steps: what each rank notes, what the ranks exchange, and what rank 0 writes of it."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from common.record.output import Output
 from common.record.steps import ExchangedSteps, LocalStep, exchange_steps
 from common.record.trace import Trace
 from common.record.trace_files import write_trace
-from common.run.suspicious import first_step_lines, not_finite_lines
-from common.uneven.guards.losses import held_out_loss_problem
+from common.run.suspicious import evaluation_lines, first_step_lines, not_finite_lines
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -42,7 +41,7 @@ class StepLog:
         self.exchange_seconds = 0.0  # that the last one took on this rank
         self.last_eval: dict[str, float] = {}
         self.evaluated_step = -1  # of the last evaluation in the files
-        self.last_loss = 0.0  # of a step; 0 before there is one
+        self.mean_loss = 0.0  # of the steps of the last exchange
         self.has_said_reached = False
         self.output: Output | None = None  # on rank 0, and on ranks that keep copies
         self.trace: Trace | None = None  # with --trace, from the first step until it is written
@@ -138,7 +137,7 @@ class StepLog:
             self.lines(first_step_lines(steps, self.plan.global_count(0), self.untrained_loss))
         if self.trace and self.trace.is_complete:
             self._write_trace(self.trace)
-        self.last_loss = steps.done[-1].loss
+        self.mean_loss = sum(done.loss for done in steps.done) / len(steps.done)
         for done in steps.done:
             self.precision.require_finite(done.step, done.loss, done.grad_norm)
         return steps
@@ -160,16 +159,17 @@ class StepLog:
         with self.timer.span("evaluation"), self.clock.pause():
             yield
 
-    def evaluation(self, step: int, **numbers: float) -> None:
-        """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=."""
+    def evaluation(self, step: int, held_out: Sequence[int], **numbers: float) -> None:
+        """Write what an evaluation after `step` steps found, such as loss=, accuracy= and count=. `held_out` are the
+        samples of each held-out set."""
         is_first, self.evaluated_step = self.evaluated_step < 0, step
         self.last_eval = {name: value for name, value in numbers.items() if name != "count"}
         with self.writing():
             if self.output:
                 self.output.metrics.write("eval", step, training_seconds=round(self.clock.seconds, 3), **numbers)
         self.line(f"step {step}: {wording.measures(numbers)}")
-        if is_first and "loss" in numbers and (problem := held_out_loss_problem(numbers["loss"], self.last_loss)):
-            self.line(problem)
+        if is_first:
+            self.lines(evaluation_lines(numbers, held_out, self.group.worker.world_size, self.mean_loss))
 
     def has_reached(self, measure: str, target: float) -> bool:
         """Whether the last evaluation's `measure` is at least `target`; rank 0 says so once."""

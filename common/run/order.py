@@ -1,5 +1,6 @@
 """In which order a trainer calls a Run: what it has left out is named, and what to write."""
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,12 @@ def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, .
             run.optimizers.add(one)
     if run.batches.last.step != run.step:
         raise UserError(f"step {run.step + 1} has had no run.end_step(): call it at the end of each step")
+    groups = [group["params"] for one in optimizers for group in one.param_groups]
+    if run.precision.backpropagated is None and all(one.grad is None for one in itertools.chain(*groups)):
+        _require_backward(run)
+
+
+def _require_backward(run: "Run") -> None:
     if run.precision.backpropagated is None:
         raise UserError(
             "this step has had no run.backward(loss): write that in place of loss.backward(), of which the log and "
@@ -54,6 +61,7 @@ def before_end_step(run: "Run") -> None:
             "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
             "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"
         )
+    _require_backward(run)
 
 
 def before_save(run: "Run") -> None:

@@ -72,7 +72,6 @@ class Run:
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
         self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
         self.held_out: list[EvaluationLoader] = []
-        self.has_read_held_out = worker.world_size == 1  # for an evaluation, or has been told that it has not
         self.summary: dict[str, object] = {}  # what the last row of metrics.jsonl has besides what each run has
         self.stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
 
@@ -241,13 +240,7 @@ class Run:
         require_same_numbers(numbers, f"the evaluation after step {self.step}")
         self.stopped_clock.close()
         self.evaluation_is_due = False
-        self.log.evaluation(self.step, **numbers)
-        if not self.has_read_held_out:
-            self.has_read_held_out = True
-            self.line(
-                "warning: this evaluation has not read a run.evaluation_loader(test_set): where each rank reads the "
-                f"whole set and the ranks' sums are added up, each sample counts {self.worker.world_size} times"
-            )
+        self.log.evaluation(self.step, [one.sampler.samples for one in self.held_out], **numbers)
 
     def save(self, into: str = "checkpoints", write_extra: WriteExtra | None = None, **numbers: float) -> None:
         """Write a checkpoint. `write_extra(folder)` adds files to it. Every rank must call this.

@@ -1,9 +1,14 @@
 """What the log says of losses that are not finite, and of a first loss that cannot be right."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from common.record.steps import ExchangedSteps
-from common.uneven.guards.losses import few_counted_problem, first_loss_problem
+from common.uneven.guards.losses import (
+    few_counted_problem,
+    first_loss_problem,
+    held_out_count_problem,
+    held_out_loss_problem,
+)
 
 
 def not_finite_lines(steps: ExchangedSteps, skips: bool) -> Iterator[str]:
@@ -24,4 +29,14 @@ def first_step_lines(steps: ExchangedSteps, samples: int, untrained_loss: float 
     if problem := few_counted_problem(float(steps.by_rank["count"][0, 0]), samples):
         yield problem
     if untrained_loss and (problem := first_loss_problem(steps.done[0].loss, untrained_loss)):
+        yield problem
+
+
+def evaluation_lines(
+    numbers: Mapping[str, float], held_out: Sequence[int], world_size: int, training_loss: float
+) -> Iterator[str]:
+    """What is suspicious about the first evaluation, of sets of `held_out` samples."""
+    if problem := held_out_count_problem(numbers.get("count", 0), held_out, world_size):
+        yield problem
+    if problem := held_out_loss_problem(numbers.get("loss", 0.0), training_loss):
         yield problem

@@ -1,10 +1,11 @@
 """A first loss that cannot be right: for a trainer to print."""
 
 import math
+from collections.abc import Sequence
 
 NEAR = 1.3  # a first loss is within this factor of a guess's
 FEW = 0.1  # of the samples: fewer that count are odd
-ALIKE = 100.0  # a held-out loss is within this factor of the training's
+SMALLER = 0.01  # than that of the training: a held-out loss that is odd
 
 
 def first_loss_problem(loss: float, expected: float) -> str:
@@ -35,10 +36,21 @@ def few_counted_problem(count: float, samples: int) -> str:
 
 
 def held_out_loss_problem(loss: float, training_loss: float) -> str:
-    """What to print if the first held-out loss is of another size than the last training loss, else an empty string."""
-    if not (math.isfinite(loss) and loss >= 0 < training_loss) or 1 / ALIKE < loss / training_loss < ALIKE:
+    """What to print if a held-out loss is much smaller than the loss of the training, else an empty string."""
+    if not 0 < loss < SMALLER * training_loss < math.inf:
         return ""
     return (
-        f"warning: the held-out loss is {loss:.4g}, but that of the training {training_loss:.4g}: is it summed over "
-        "the samples or tokens, and divided once, by their count over all ranks?"
+        f"warning: the held-out loss is {loss:.4g}, but that of the training {training_loss:.4g}: is it a mean "
+        "already, which was divided by the count once more? Sum it over the samples or tokens"
+    )
+
+
+def held_out_count_problem(count: float, held_out: Sequence[int], world_size: int) -> str:
+    """What to print if the count of an evaluation is that of a held-out set, whose samples are `held_out`, times the
+    ranks, else an empty string."""
+    if world_size < 2 or not any(count == samples * world_size for samples in held_out):
+        return ""
+    return (
+        f"warning: this evaluation counts {count:g} samples, those of the held-out set {world_size} times: read "
+        "run.evaluation_loader(test_set), of which each rank has its own part"
     )
