@@ -223,6 +223,7 @@ CONFIGS = [
     '{"is_decoder": true}',
     '{"initializer_range": 1e9}',
     '{"intermediate_size": 10000000000000}',
+    '{"num_hidden_layers": 10000000000000}',
     "[" * 100_000,
     "\ufeff[1]",
 ]

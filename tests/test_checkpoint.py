@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.launch.layout import Layout
 from common.record import checkpoint, run_json
 from common.record.latest import latest_folder
+from common.record.lock import refuse_odd_files
 from common.record.resume import require_all_schedulers
 from tests.harness import MNIST, nodes_of, play, playing
 from tests.trainers import altered
@@ -258,6 +259,39 @@ def test_weights_that_state_json_does_not_know_and_that_are_missing_are_one_line
     (found.path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
         found.load_model(small_net())
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_a_pipe_in_place_of_a_checkpoint_s_file_is_not_waited_for(name, tmp_path):
+    path = checkpoint.save(tmp_path, 1, small_net(), {})
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(UserError, match=f"{name} is no file: name another checkpoint"):
+        checkpoint.find(path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "checkpoints/latest"])
+@pytest.mark.parametrize("make, kind", [(os.mkfifo, "a pipe or a device"), (os.mkdir, "a folder")])
+def test_what_has_the_name_of_a_run_s_file_and_is_none_is_refused(make, kind, name, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    make(tmp_path / name)
+    if name.endswith("latest") and kind == "a folder":  # what a copy makes of the link
+        return refuse_odd_files(tmp_path)
+    with pytest.raises(UserError, match=f"its {name} is {kind}, and not a file of a run: remove it"):
+        refuse_odd_files(tmp_path)
+    assert latest_folder(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "latest"
+
+
+@pytest.mark.parametrize("name, number", [("exp_avg", math.nan), ("exp_avg_sq", -1.0)])
+def test_a_state_of_an_optimizer_that_no_step_leaves_is_refused(name, number, tmp_path):
+    net = small_net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    sum(parameter.sum() for parameter in net.parameters()).backward()
+    optimizer.step()
+    optimizer.state[next(net.parameters())][name].fill_(number)
+    found = checkpoint.find(checkpoint.save(tmp_path, 1, net, {}, optimizer=optimizer))
+    with pytest.raises(UserError, match=f"the part optimizer does not take the state .*{name} holds"):
+        found.load_training(optimizer=torch.optim.AdamW(small_net().parameters()))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"starts": 1}', "[" * 100_000])

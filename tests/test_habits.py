@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.harness import losses, nodes_of, playing, rows
+from tests.harness import losses, nodes_of, playing, rows, wait_until
 from tests.trainers import NEXT_STEP, altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 64, "--max-steps", 12)
@@ -108,6 +108,19 @@ def test_a_call_that_one_rank_alone_makes_says_who_must_make_it(tmp_path):
     alone = {EVALUATE: ALONE, WRAP: soon}
     run = run_of(alone, tmp_path)
     run.wait_for("waiting for all ranks, each of which must call run.log_evaluation()")
+
+
+def test_a_call_that_one_rank_alone_does_not_make_is_named_by_each_that_waits(tmp_path):
+    soon = f"        import common.run.run as runs\n\n        runs.CALL_SECONDS = 1.0\n{WRAP}"
+    stays = ALONE.replace(
+        "if worker.is_main:",
+        "if worker.is_main:\n                    __import__('time').sleep(3600)\n                else:",
+    )
+    run = run_of({EVALUATE: stays, WRAP: soon}, tmp_path, gpus=(3,))
+    for rank in (1, 2):
+        wait_until(
+            lambda rank=rank: re.search(rf"\[{rank} \S+\] waiting for all ranks, .* run.log_eval", run.said()), run
+        )
 
 
 def test_what_a_step_draws_from_python_and_numpy_is_the_same_again(tmp_path):

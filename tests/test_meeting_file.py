@@ -92,6 +92,12 @@ def test_a_pipe_is_not_a_meeting_file(tmp_path):
         meeting_file.check(f"file://{tmp_path / 'pipe'}")
 
 
+def test_a_link_to_nothing_is_not_a_meeting_file(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(UserError, match="which is a link to a file that is not there: name the file itself"):
+        meeting_file.check(f"file://{tmp_path / 'link'}")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_claimed_twice_is_refused_at_a_file_too(rank, tmp_path):
     first, second = nodes(tmp_path / "meeting", tmp_path / "run")

@@ -6,9 +6,13 @@ import random
 import re
 
 import pytest
+import torch
 
+from bert_ddp.model import pretrained
+from bert_ddp.predict.answers import Answerer
 from bert_ddp.predict.lines import odd, open_lines
-from common.errors import UserError
+from common.errors import RunError, UserError
+from common.run.precision import Precision
 from tests.harness import FINETUNE, PREDICT, Node, nodes_of, play, playing, wait_until
 from tests.small_bert import save_classes, save_model, save_ner, sentences
 
@@ -61,6 +65,18 @@ def test_uneven_ranks_without_a_shared_folder_answer_as_one_process_does(model, 
     together, output = predict((3, 1), tmp_path / "four", model, text)
     assert together == alone
     assert ", 0 sent over the network" not in output
+
+
+@pytest.mark.parametrize("task", ["embed", "fill-mask"])
+def test_answers_that_are_no_numbers_are_refused(task, model):
+    found = pretrained.open_pretrained(str(model), task)
+    net = pretrained.open_model(found.source, task, found.config)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1e30)
+    answerer = Answerer(task, net, found.tokenizer, Precision("fp32", torch.device("cpu")), 4, 16, 2)
+    with pytest.raises(RunError, match="the model's answers are NaN or infinity in fp32: are its weights damaged"):
+        answerer.answer(["anna went to [MASK] ."])
 
 
 def test_through_a_shared_folder_nothing_is_sent(model, text, tmp_path):

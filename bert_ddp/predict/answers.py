@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bert_ddp.text.pieces import Pieces, windows
+from common.errors import RunError
 from common.run.precision import Precision
 
 # A word, maybe with @ or # before it and with dots, dashes or apostrophes inside; or any other character.
@@ -142,8 +143,13 @@ class Answerer:
                 unpadded["token_type_ids"] = [segments[index] for index in chosen]
             inputs = self.tokenizer.pad(unpadded, return_tensors="pt").to(self.precision.device)
             with self.precision.autocast():
-                outputs = run(dict(inputs))
-            results.update((index, output.cpu()) for index, output in zip(chosen, outputs, strict=True))
+                outputs = [output.cpu() for output in run(dict(inputs))]
+            if not all(output.isfinite().all() for output in outputs):
+                raise RunError(
+                    f"the model's answers are NaN or infinity in {self.precision.name}: are its weights damaged, or "
+                    "too large for that --precision?"
+                )
+            results.update(zip(chosen, outputs, strict=True))
         return [results[index] for index in range(len(rows))]
 
 

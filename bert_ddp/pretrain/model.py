@@ -37,6 +37,7 @@ PRESETS = {
     "large": (24, 1024, 16),
 }
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+MOST_LAYERS, MOST = 1_000, 10_000_000  # of layers, and of the other sizes
 NEW_HEADS = ("cls.", "bert.pooler.")  # what --init-from may lack
 
 
@@ -182,9 +183,10 @@ def _config(options: ModelOptions, meta: dict[str, Any], init_from: str | None) 
 def _require_possible(config: BertConfig, segments: int) -> None:
     """Raise ValueError for a value that transformers takes, and no model can be made of, or none that learns."""
     least = {**dict.fromkeys(SIZES, 1), "max_position_embeddings": 1, "type_vocab_size": segments}
-    for name, most in least.items():
-        if getattr(config, name) < most:
-            raise ValueError(f"{name} is {getattr(config, name)}: give at least {most}")
+    for name, fewest in least.items():
+        limit = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        if not fewest <= getattr(config, name) <= limit:
+            raise ValueError(f"{name} is {getattr(config, name)}: give {fewest:,} to {limit:,}")
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(f"hidden_size {config.hidden_size} is no multiple of {config.num_attention_heads} heads")
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):

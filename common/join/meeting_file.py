@@ -44,6 +44,8 @@ def check(url: str) -> Path:
         raise UserError(f"{says}, which is a folder: name a file in it")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"{says}, which this user may not write: choose another folder that all nodes share")
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{says}, which is a link to a file that is not there: name the file itself")
     if path.is_fifo() or (_content(path) and not read(path)):
         raise UserError(f"{says}, which exists and is something else: name a file that does not exist yet")
     return path

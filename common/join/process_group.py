@@ -21,7 +21,7 @@ from common.join.ended import leave, post
 from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
-from common.join.turn import SAY_EVERY_SECONDS, Turn, Written
+from common.join.turn import Turn, Written
 from common.join.view import difference, node_of, view_of
 from common.join.waiting import limit, poll
 from common.launch.layout import Worker
@@ -91,16 +91,18 @@ class Group:
 
     @contextlib.contextmanager
     def run_independently(
-        self, what: str, say_every_seconds: float = SAY_EVERY_SECONDS
+        self, what: str, each_says_after_seconds: float | None = None
     ) -> Iterator[Callable[[], None]]:
         """Every rank runs the body, and all leave together: for work that takes one rank far longer than another.
-        Every rank must call this.
+        Every rank must call this. The first rank of each node says now and then for what it waits; with
+        `each_says_after_seconds`, every rank does.
 
         Yields a function to call between long pieces of work: it raises the failure that another rank has announced.
         When one rank fails or ends, or its heartbeat stops for --timeout, all ranks raise the same error.
         """
         turn = self._turn(what)
-        turn.say_every_seconds = say_every_seconds
+        if each_says_after_seconds is not None:
+            turn.say_every_seconds, turn.speaks = each_says_after_seconds, True
         with turn.heartbeat():
             with turn.announcing(f"rank {self.worker.rank}"):
                 yield turn.raise_failure

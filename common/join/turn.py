@@ -69,7 +69,7 @@ class Turn:
         self.worker, self.views, self.others_go_on = worker, views, others_go_on
         self.store, self.store_of_all = dist.PrefixStore(f"turn/{name}", store), store
         self.timeout_seconds, self.work_timeout_seconds = timeout_seconds, work_timeout_seconds
-        self.say_every_seconds = SAY_EVERY_SECONDS
+        self.say_every_seconds, self.speaks = SAY_EVERY_SECONDS, worker.local_rank == 0
         self.connections = connections or Connections()
         self.written = Written(self.store)  # where nothing has failed
         self.since_all_met = [] if since_all_met is None else since_all_met
@@ -131,7 +131,7 @@ class Turn:
             raise
 
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
-        """Wait until `name` is done, and print now and then that this node waits for `what`.
+        """Wait until `name` is done, and print now and then that this rank waits for `what`.
 
         Raises the failure that another rank has announced, and RunError when one of the ranks `watched` has ended or
         has no heartbeat for --timeout, or the work takes longer than --work-timeout.
@@ -142,7 +142,7 @@ class Turn:
         def meanwhile(elapsed_seconds: float) -> None:
             self.raise_failure()
             watch.require_alive()
-            if self.worker.local_rank == 0 and is_time_to_speak():
+            if self.speaks and is_time_to_speak():
                 say(f"waiting for {what} ({elapsed_seconds:.0f} s)", self.worker.rank)
 
         most = self.work_timeout_seconds

@@ -91,6 +91,8 @@ class Checkpoint:
                 for group in part.param_groups if isinstance(part, torch.optim.Optimizer) else ():
                     if not group["lr"] >= 0:
                         raise ValueError(f"a learning rate of {group['lr']}")
+                if isinstance(part, torch.optim.Optimizer):
+                    _require_possible_moments(part)
             except Exception as error:  # the state may hold anything
                 problem = f"the part {name} does not take the state that was saved ({_last_line(error)})"
                 raise self._refusal(f"{problem}: make that part as in the run that saved it, {new_run}") from None
@@ -111,6 +113,17 @@ class Checkpoint:
 
     def _refusal(self, why: str) -> UserError:
         return UserError(f"--resume {self.path}: {why}", same_on_every_rank=True)
+
+
+def _require_possible_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a state that no step can have left, with which the next loss would be no number."""
+    for one in optimizer.state.values():
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                if not value.isfinite().all():
+                    raise ValueError(f"{name} holds NaN or infinity")
+                if name == "exp_avg_sq" and (value < 0).any():
+                    raise ValueError(f"{name} holds negative numbers")
 
 
 def save(
@@ -229,6 +242,7 @@ def find(path: Path) -> Checkpoint | None:
 
 def _check(path: Path) -> tuple[Checkpoint | None, str]:
     try:
+        _require_file(path / STATE)
         state = json.loads((path / STATE).read_text())
         if state["format"] > FORMAT:
             return None, f"it has format {state['format']}, this code reads up to {FORMAT}"
@@ -241,6 +255,7 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
         for name, checksum in state["checksums"].items():
             if Path(name).name != name:
                 return None, f"{STATE} names a file of another folder"
+            _require_file(path / name)
             refuse_stand_in(path / name, name)
             if _checksum(path / name) != checksum:
                 return None, f"the checksum of {name} is wrong"
@@ -251,6 +266,12 @@ def _check(path: Path) -> tuple[Checkpoint | None, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{STATE} cannot be read: {_last_line(error)}"
     return Checkpoint(path, state), ""
+
+
+def _require_file(path: Path) -> None:
+    """Raise UserError for a folder, a pipe or a device by the name of a checkpoint's file."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path.name} is no file")
 
 
 def newest_step(folder: Path) -> int:

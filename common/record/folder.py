@@ -9,7 +9,7 @@ from common.join.process_group import Group
 from common.launch.options import RunOptions
 from common.record.checkpoint import newest_step
 from common.record.latest import latest_folder
-from common.record.lock import refuse_another_run
+from common.record.lock import refuse_another_run, refuse_odd_files
 
 
 def open_folder(group: Group, members: Members, options: RunOptions) -> Path:
@@ -58,6 +58,7 @@ def _new(name: str) -> Path:
 
 def _make_writable(folder: Path, resume: str | None) -> None:
     try:
+        refuse_odd_files(folder)
         if resume is None:
             refuse_another_run(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,9 +21,10 @@ def latest_name(folder: Path) -> str:
     if latest.is_symlink():
         return latest.readlink().name
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        if latest.is_dir():
+        if latest.is_dir() and (latest / STATE).is_file():
             return f"step-{json.loads((latest / STATE).read_text())['step']:08d}"
-        return Path(latest.read_text().strip()).name
+        if latest.is_file():
+            return Path(latest.read_text().strip()).name
     return ""
 
 

@@ -17,6 +17,15 @@ def refuse_another_run(folder: Path) -> None:
         raise UserError(f"--out-dir {folder} holds a run already: go on with --resume, or name another directory")
 
 
+def refuse_odd_files(folder: Path) -> None:
+    """Raise UserError where something else has the name of one of a run's files: to open a pipe could take for ever."""
+    for name in ("metrics.jsonl", "run.json", ".lock", "checkpoints/latest"):
+        path = folder / name
+        if path.exists() and not path.is_file() and not (name == "checkpoints/latest" and path.is_dir()):
+            kind = "a folder" if path.is_dir() else "a pipe or a device"
+            raise UserError(f"--out-dir {folder}: its {name} is {kind}, and not a file of a run: remove it")
+
+
 def lock(folder: Path, takes_over: bool = False) -> IO[str]:
     """The file that locks `folder` for as long as it is open: until this process ends, by whatever means.
 

@@ -153,7 +153,7 @@ class Output:
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in spent.items())
         self.terminal.line(f"done     {step} steps{found}")
         self.terminal.line(f"time     {seconds:.1f} s of training{since}, {pace}; mean over ranks: {parts}")
-        files = ["metrics.jsonl", "run.json", "checkpoints/latest"]
+        files = ["metrics.jsonl", "run.json"] + ["checkpoints/latest"] * (self.folder / "checkpoints").is_dir()
         if not self.options.no_plot:
             files.insert(0, "curves.png")
             try:
