@@ -57,8 +57,8 @@ def refuse_stand_in(path: Path, name: str) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """What `text` says in JSON. Raises ValueError for what is none, such as NaN, and where an object has a name twice:
-    `json` alone would take both, and of the two values the last one. Raises RecursionError where it is too deep."""
+    """What `text` says in JSON. Raises ValueError for what is none, and where an object has a name twice: of its two
+    values `json` alone would take the last one. Raises RecursionError where it is too deep."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -67,10 +67,7 @@ def parse_json(text: str) -> Any:
             raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
         return found
 
-    def never(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=never)
+    return json.loads(text, object_pairs_hook=once)
 
 
 def is_locked(file: int | IO[str]) -> bool:

@@ -520,7 +520,7 @@ ODD_WORDS = [
     (conll(" ".join(SET * 5)), conll("ben/O"), "train.conll is one sentence of 30 words"),
     (TWELVE.replace("\n", "\n\n"), conll("ben/O"), "train.conll: every sentence has one word"),
     (TWELVE + "\nnew york B-place\n", conll("ben/O"), "line 61 has 3 columns, most lines have 2"),
-    (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case alone: B-person, B-Person"),
+    (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case or spaces alone: B-person, B-Person"),
     (TWELVE, conll("\u4e2d\u6587/O \u4e2d/O"), "100% of its tokens are not in the vocabulary"),
     (conll("anna/I-person went/O", "ben/I-person"), conll("ben/O"), ""),
     (conll("anna/I-person ben/B-person"), conll("ben/O"), ""),  # IOB1: B- separates
@@ -538,7 +538,17 @@ ODD_TEXTS = [
     (table(*many("text {n},{odd}"), ",1"), "line 32: the text is blank, as in 1 of 31 examples"),
     ("sentence1,sentence2,label\n" + "".join(f"text {n},,{n % 2}\n" for n in range(12)), "the second text of each"),
     (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
-    (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case alone: x1, X1"),
+    (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case or spaces alone: x1, X1"),
+    (table(*many("text {n},x {odd}"), "a,x  1"), "labels differ in case or spaces alone: x 1, x  1"),
+    (table(*many("text {n},{odd}"), *many("text {n},1")), "15 of 30 texts have several labels: can they be learnt?"),
+    (
+        table(*many("text {n},{odd}"), '"a\n' + "b\n" * 20 + 'c",1'),
+        "line 53: a text of 22 lines: is a quote never closed",
+    ),
+    (
+        "sentence1,sentence2,label\n" + "".join(f"text {n},same,{n % 2}\n" for n in range(12)),
+        "all 12 examples is the same",
+    ),
     (table(*many("text {n},x{odd}"), "a,['x1']"), "a label is ['x1']: a list of labels counts as one class"),
     (table(*many("text {n},x{odd}"), "a,NaN"), "a label is NaN, as pandas writes one that is missing"),
     (table(*many("text {n},{odd}"), "a,0.25"), "a label is 0.25: each number counts as a class, whatever its size"),

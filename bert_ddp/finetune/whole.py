@@ -66,7 +66,11 @@ def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Ma
         if role != "train" and known > len(some) / 2 and len(some) >= ENOUGH:
             many = "all" if known == len(some) else f"{known:,} of"
             yield f"{source}: {many} {len(some):,} {role} examples are in the training data too: the scores say little"
-        if role == "test" and len(some) >= ENOUGH and list(map(_content, some)) == list(map(_content, examples["dev"])):
+        if (
+            role == "test"
+            and len(some) >= ENOUGH
+            and Counter(map(_content, some)) == Counter(map(_content, examples["dev"]))
+        ):
             yield f"{source}: the test examples are the dev examples: the best of many evaluations is no test"
         labels = Counter(label for one in some for label, _ in one.labels)
         if role != "train" and len(labels) == 1 and len(some) >= ENOUGH:
@@ -83,9 +87,9 @@ def _content(example: Sentence | Text) -> tuple:
 
 
 def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
-    alike = Counter(label.casefold() for label in labels)
-    if twice := [label for label in labels if alike[label.casefold()] > 1]:
-        yield f"{source}: labels differ in case alone: {', '.join(twice[:4])}"
+    alike = Counter(map(_bare, labels))
+    if twice := [label for label in labels if alike[_bare(label)] > 1]:
+        yield f"{source}: labels differ in case or spaces alone: {', '.join(twice[:4])}"
     if listed := [label for label in labels if label[:1] + label[-1:] == "[]"]:
         yield f"{source}: a label is {listed[0]}: a list of labels counts as one class"
     if missing := [label for label in labels if label.casefold() == "nan"]:
@@ -96,6 +100,10 @@ def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
     written = Counter(numbers.values())
     if twice := [label for label, number in numbers.items() if written[number] > 1]:
         yield f"{source}: one number is written in several ways, each a class: {', '.join(twice[:4])}"
+
+
+def _bare(label: str) -> str:
+    return " ".join(label.casefold().split())
 
 
 def _odd_sentences(sentences: Sequence[Sentence], source: str) -> Iterator[str]:
@@ -133,6 +141,15 @@ def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
         text.pair is not None and text.pair.strip() in ("", text.text.strip()) for text in texts
     ):
         yield f"{source}: the second text of each example is blank, or the first one again: see --text-column"
+    elif len(texts) >= ENOUGH and texts[0].pair is not None and len({text.pair for text in texts}) == 1:
+        yield f"{source}: the second text of all {len(texts):,} examples is the same: see --text-column"
+    if long := next((text for text in texts if text.text.count("\n") >= MANY), None):
+        lines = long.text.count("\n") + 1
+        yield f"{long.place}: a text of {lines:,} lines: is a quote never closed, so that rows became one text?"
+    of_text = Counter(content for content, _ in {(_content(text), text.label) for text in texts})
+    several = sum(count > 1 for count in of_text.values())
+    if several > len(of_text) / MANY and len(texts) >= ENOUGH:
+        yield f"{source}: {several:,} of {len(of_text):,} texts have several labels: can they be learnt?"
     classes = len({text.label for text in texts})
     if len(texts) >= ENOUGH and classes > len(texts) / 2:
         yield f"{source} has {classes:,} classes in {len(texts):,} examples: is it the right column of labels?"
