@@ -165,7 +165,8 @@ def frozen(tmp_path_factory):
                     os.kill(os.getpid(), signal.SIGSTOP)
 """
         # a rank 0 that is frozen does not answer
-        limits = PATIENT + BOTH_HAVE_POSTED if rank else UNHURRIED + "lost.ANSWER_SECONDS = 1.0\n"
+        no_answer = "lost.ANSWER_SECONDS = supervisor.TELL_SECONDS = 1.0\n"
+        limits = PATIENT + BOTH_HAVE_POSTED if rank else UNHURRIED + no_answer
         runs[rank] = playing_steps(tmp_path_factory.mktemp(f"frozen-{rank}"), (1, 1, 1), stop, TWO_MACHINES, limits)
     for rank, nodes in runs.items():
         others = [process for number, process in enumerate(nodes.processes) if number != rank]
