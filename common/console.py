@@ -28,11 +28,7 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (
-            ValueError,
-            AttributeError,
-            RuntimeError,
-        ):  # it is closed, was never there, or a signal has come in `say`
+        except (ValueError, AttributeError, RuntimeError):  # closed, never there, or a signal came within a `say`
             pass
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -92,7 +92,8 @@ BUSY = """
                 raise UserError("rank 0 is at its wits' end")
 """
 
-ECHOES = """
+# ranks 1 and 2 end because of rank 3, and rank 0, which exchanges nothing with them, comes to a turn after that
+OTHERS_END = """
         others = dist.new_group([1, 2, 3])
         if worker.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -100,11 +101,18 @@ ECHOES = """
             dist.barrier(others)
         while any(lost._is_running(group.views[rank]["pid"]) for rank in (1, 2, 3)):
             time.sleep(0.05)
-        for rank in (1, 2):  # as the supervisor of their node does, where the store answers it in time
-            ended.post(group.store, rank, "ended with exit code 1")
+{posts}
         with group.run_independently("what each does"):
             pass
 """
+# as the supervisor of their node does, where the store answers it in time
+ECHOES = OTHERS_END.format(
+    posts="""
+        for rank in (1, 2):
+            ended.post(group.store, rank, "ended with exit code 1")
+"""
+)
+WHOLE_NODE = ELSEWHERE.format(ranks=[3]) + OTHERS_END.format(posts="")
 
 LATER = """
         def look_once_rank_2_has_gone(turn):
@@ -116,19 +124,6 @@ LATER = """
         with group.first_on_node("what rank 1 does"):
             if worker.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-WHOLE_NODE = """
-        group.views[3]["pid_space"] += " of another machine"
-        others = dist.new_group([1, 2, 3])
-        if worker.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if not worker.is_main:
-            dist.barrier(others)
-        while any(lost._is_running(group.views[rank]["pid"]) for rank in (1, 2, 3)):
-            time.sleep(0.05)
-        with group.run_independently("what each does"):
-            pass
 """
 
 LEAVES = """

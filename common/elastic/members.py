@@ -68,10 +68,8 @@ def prepare(members: Membership, leader: str) -> MembersChanged:
     """Call the trainer with this process alone, until it has loaded its data and built its model: what is wrong with
     them ends no run, and no run waits for them. `leader` is where the rank that leads the run is."""
     members.prepares_for, original = leader, members.original
-    if (
-        original.board and not original.board.leader
-    ):  # a node that comes back: its supervisor learns that there is a run
-        original.board.leader = leader
+    if original.board and not original.board.leader:
+        original.board.leader = leader  # of a node that comes back: its supervisor learns that there is a run
     alone = replace(
         original.layout,
         world_size=1,

@@ -43,7 +43,7 @@ def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, .
     if run.batches.last.step != run.step:
         raise UserError(f"step {run.step + 1} has had no run.end_step(): call it at the end of each step")
     groups = [group["params"] for one in optimizers for group in one.param_groups]
-    if run.precision.backpropagated is None and all(one.grad is None for one in itertools.chain(*groups)):
+    if all(one.grad is None for one in itertools.chain(*groups)):
         _require_backward(run)
 
 
