@@ -138,9 +138,22 @@ def test_a_rank_that_dies_at_another_moment_changes_nothing(rank, moment, undist
     assert any(f"lost rank {rank}, node {0 if rank < 2 else 1}" in cause for cause in found), found
 
 
+COUNTING = f"""{IMPORTS}from torch import nn
+from common.uneven.options.global_batch import global_batch_norm
+
+
+class Counting(nn.Sequential):
+    calls = 0
+
+    def forward(self, images):
+        self.calls += self.training
+        return super().forward(images) * (1 + 1 / (1 + self.calls))
+
+
+"""
 COUNTS = {
-    "ConvNet(train_set.side)": "global_batch_norm(nn.Sequential(ConvNet(train_set.side), nn.BatchNorm1d(10)))",
-    IMPORTS: f"{IMPORTS}from torch import nn\nfrom common.uneven.options.global_batch import global_batch_norm\n",
+    "ConvNet(train_set.side)": "global_batch_norm(Counting(ConvNet(train_set.side), nn.BatchNorm1d(10)))",
+    IMPORTS: COUNTING,
 }
 
 

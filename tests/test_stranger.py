@@ -586,6 +586,32 @@ def test_a_tensor_or_number_that_the_model_changes_from_step_to_step_is_said(out
     assert not name or f"training changes {name}, which" in results[0].output
 
 
+COUNTING = """
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.count = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, points):
+        self.count, self.last = self.count + 1, getattr(self, "last", 0) + 1
+        self.calls += 1
+        return super().forward(points)
+"""
+
+
+def test_what_wrap_tries_leaves_no_trace_in_what_the_model_keeps(outputs):
+    results, losses = outputs(
+        (1, 1),
+        more=COUNTING,
+        net="Counting(6, 10)",
+        micro_batch="None",
+        wrap="layout_dependent=['calls']",
+        after="assert net.count == net.last == net.calls == batch.step + 1, (net.count, net.last, net.calls)",
+    )
+    assert len(losses) == 9, results
+
+
 SCALED = """
 def scaled(rank):
     net = nn.Linear(6, 10)

@@ -10,6 +10,10 @@ import torch.distributed as dist
 
 from common.join.process_group import Group
 from common.state import Stateful, broadcast_tree, fill, on_cpu
+from common.uneven.guards.fingerprint import fingerprint
+from common.uneven.kept import Place, attributes, copied, is_plain, version
+
+FIRST_STEPS = 3  # after which layers have the attributes that they will have
 
 
 @dataclass
@@ -24,27 +28,45 @@ class InMemoryState:
     noted: list[Any] = field(default_factory=list)  # LocalSteps since then
     unwritten: list[Any] = field(default_factory=list)  # GlobalSteps of the last generation, for rank 0 to write
     saved_at: float = field(default_factory=time.perf_counter)  # when the last checkpoint was written
+    attributes: dict[Place, Any] = field(default_factory=dict)  # of layers, those that training has changed
 
     def __post_init__(self) -> None:
-        # Buffers that forward changes, such as BatchNorm's, as they were after the last step that is done: of one that
-        # could not be finished, they have had a part.
+        # What forward changes, such as BatchNorm's buffers or a counter, as it was after the last step that is done: of
+        # one that could not be finished, it has had a part.
         layers = self.model.named_modules()
         self.owners = [(f"{name}.".lstrip("."), layer) for name, layer in layers if layer._buffers]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.seen: dict[str, tuple[Any, int]] = {}  # the buffer itself, and how often it was written
+        self.seen: dict[Any, tuple[Any, Any]] = {}  # the buffer or attribute itself, and its version
+        self._find_places()
+        for place, where in self.places:
+            self._has_changed(place, where[place[1]])
+        self.last_search = self.step + FIRST_STEPS
         self.note_step(self.step, self.noted)
+
+    def _find_places(self) -> None:
+        """Of all plain attributes: to walk through a large model in each step would take longer than small steps do."""
+        layers = dict(self.model.named_modules())
+        self.places = [(place, vars(layers[place[0]])) for place in attributes(self.model)]
 
     def note_step(self, step: int, noted: list[Any]) -> None:
         """Optimizer step `step` is done; `noted` are the LocalSteps since the last exchange."""
         self.step, self.noted = step, noted
         for prefix, layer in self.owners:
             for name, buffer in layer._buffers.items():
-                if buffer is None:
-                    continue
-                seen, version = self.seen.get(prefix + name, (None, 0))
-                if buffer is not seen or buffer._version != version:
-                    self.seen[prefix + name] = buffer, buffer._version
+                if buffer is not None and self._has_changed(prefix + name, buffer):
                     self.buffers[prefix + name] = buffer.detach().clone()
+        if step <= self.last_search:
+            self._find_places()
+        for place, where in self.places:
+            value = where.get(place[1])
+            if is_plain(value) and self._has_changed(place, value):
+                self.attributes[place] = copied(value)
+
+    def _has_changed(self, name: Any, value: Any) -> bool:
+        before, version_before = self.seen.get(name, (None, None))
+        now = version(value)
+        self.seen[name] = value, now
+        return value is not before or now != version_before
 
     def last_steps(self) -> list[Any]:
         """The last steps as all ranks know them: their losses are summed over the ranks with the gradients."""
@@ -61,12 +83,15 @@ def restore_from_members(
     A rank that was lost in the middle of a step's exchange may leave one rank a step ahead of another: the first rank
     that is ahead sends its state to all, as it does where a rank has come that has none.
     """
-    known: list[Any] = [None] * group.worker.world_size
-    dist.all_gather_object(known, mine.step if mine else -1)
+    everyone: list[Any] = [None] * group.worker.world_size
+    kept = {place: fingerprint(value) for place, value in mine.attributes.items()} if mine else {}
+    dist.all_gather_object(everyone, (mine.step if mine else -1, kept))
+    known = [steps for steps, _ in everyone]
     step = max(known)
     if step < 0:
         return None
     ahead = known.index(step)
+    of_ahead = [attributes for steps, attributes in everyone if steps == step]
     if mine and mine.step == step:
         model.load_state_dict(mine.model.state_dict())
         _fill_buffers(model, mine.buffers)
@@ -74,10 +99,17 @@ def restore_from_members(
             fill(stateful, on_cpu(mine.states[name].state_dict()))
     if min(known) < step:
         _send(model, states, ahead, group)
-    rest: list[Any] = [mine.last_steps() if mine and group.worker.rank == ahead else None]
+    rest: list[Any] = [None, None]
+    if mine and group.worker.rank == ahead:
+        # What ranks do not have alike is made of each one's own samples, and none of the optimisation's state.
+        alike = [place for place, mark in kept.items() if all(one.get(place) == mark for one in of_ahead)]
+        rest = [mine.last_steps(), {place: copied(mine.attributes[place], torch.device("cpu")) for place in alike}]
     dist.broadcast_object_list(rest, src=ahead)
+    layers = dict(model.named_modules())
+    for (layer_name, name), value in rest[1].items():
+        vars(layers[layer_name])[name] = copied(value, group.device)
     saved_at = mine.saved_at if mine else time.perf_counter()
-    return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at)
+    return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at, attributes=rest[1])
 
 
 def _send(model: torch.nn.Module, states: dict[str, Stateful], source: int, group: Group) -> None:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
+from common.uneven.kept import unchanged
 from common.uneven.global_batches import GlobalBatchLoader
 from common.uneven.guards import assembly
 from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
@@ -168,7 +169,7 @@ def wrap(
     def compute(rows: int) -> Any:
         return compute_loss(wrapped, batches.sample_batch(rows))
 
-    with wrapped.micro_batch():
+    with wrapped.micro_batch(), unchanged(net):
         for _ in range(2):
             loss = _loss_of_empty_batch(compute, wrapped, pad_empty_batch)
             if not (no_micro_batches or needs_whole_parts(net)):  # of which no rank alone may have nothing

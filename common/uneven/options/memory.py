@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.uneven.kept import unchanged
 from common.uneven.options.global_batch import needs_whole_parts
 
 RESERVED_COPIES = 4  # of the weights, that training needs besides: two moments of AdamW, DDP's buckets, and a margin
@@ -22,7 +23,7 @@ def fitting_micro_batches(
 ) -> list[int]:
     """For each rank, how many rows to have in one forward: up to its own `most`, and as fit into its memory.
 
-    `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and buffers are put back. On
+    `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and what it changes in `net` is put back. On
     a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and without one everything
     fits. The trials run in the context `pace`, in which a rank may be much slower than another.
 
@@ -71,12 +72,12 @@ def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> i
 
 def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool:
     """Whether a trial with so many rows fits beside what training needs later."""
-    buffers = [one.clone() for one in net.buffers()]
     reserved: list[torch.Tensor] = []
     try:
         for one in net.parameters():
             reserved += [torch.zeros_like(one) for _ in range(RESERVED_COPIES * one.requires_grad)]
-        trial(rows)
+        with unchanged(net):
+            trial(rows)
         return True
     except (torch.OutOfMemoryError, MemoryError):
         return False
@@ -86,8 +87,6 @@ def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool
         return False
     finally:
         net.zero_grad(set_to_none=True)
-        for buffer, before in zip(net.buffers(), buffers, strict=True):
-            buffer.copy_(before)
         reserved.clear()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
