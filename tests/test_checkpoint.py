@@ -144,6 +144,10 @@ def test_a_scheduler_that_is_not_among_the_parts_is_missed_before_training(tmp_p
 LATE = {  # made after resume(), and used after each step
     "ReduceLROnPlateau": ("used = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)", "pass"),
     "AveragedModel": ("used = torch.optim.swa_utils.AveragedModel(net)", "used.update_parameters(net)"),
+    "AveragedModel, from step 3 on": (
+        "used = torch.optim.swa_utils.AveragedModel(net)",
+        "run.step > 2 and used.update_parameters(net)",
+    ),
 }
 
 
@@ -159,13 +163,13 @@ def test_schedulers_within_schedulers_and_a_model_with_its_optimizer_are_not_mis
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_else_changes_from_step_to_step_and_is_not_among_the_states_is_named_after_the_first(name, tmp_path):
+def test_what_else_changes_from_step_to_step_and_is_not_among_the_states_is_named(name, tmp_path):
     loop, update, (made, use) = "        while True:\n", "            scheduler.step()\n", LATE[name]
     changes = {loop: f"        {made}\n{loop}", update: f"{update}            {use}\n"}
     trainer = altered(tmp_path / "more_ddp", changes)
     for node in playing(trainer, nodes_of((1,), tmp_path / "run", "--dataset", "digits"), tmp_path).results():
         assert node.code == 2, node.output
-        assert f"{name} changes from step to step, but run.resume() was not given it" in node.output
+        assert f"{name.partition(',')[0]} changes from step to step, but run.resume() was not given it" in node.output
 
 
 def test_resume_says_that_there_is_nothing_to_resume_from(tmp_path):

@@ -91,6 +91,16 @@ def test_a_scheduler_that_one_rank_alone_steps_ends_all_with_both_rates(tmp_path
     assert "every rank must step the scheduler" in results[0].output
 
 
+def test_a_rate_of_any_group_that_one_rank_alone_changes_ends_all(tmp_path):
+    groups = "AdamW([{'params': [one]} for one in net.parameters()]"
+    later = "            if worker.is_main and run.step == 3:\n                optimizer.param_groups[1]['lr'] *= 2\n"
+    changes = {"AdamW(net.parameters()": groups, UPDATE: UPDATE + later}
+    alone = altered(tmp_path / "alone_ddp", changes)
+    results = playing(alone, nodes_of((2, 1), tmp_path / "run", *FLAGS), tmp_path).results()
+    assert [result.code for result in results] == [2, 2]
+    assert "error: rank 1 has taken step 5 with a learning rate of " in results[0].output
+
+
 def test_weights_that_are_the_same_are_not_mentioned(tmp_path):
     assert "bit by bit" not in play(MNIST, (2, 1), tmp_path, *FLAGS)[0].output
 

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,22 @@ def require_all_schedulers(states: dict[str, Stateful]) -> None:
                     require_given(one, states)
 
 
-def require_average(states: dict[str, Stateful], net: torch.nn.Module) -> None:
-    """Raise UserError for torch's AveragedModel, made of `net`, that has been updated once, after the first step, and
-    is neither among the states nor an attribute of one. Averages of other kinds cannot be seen."""
-    shapes = [one.shape for one in net.parameters()]
-    for average in [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]:
-        if [one.shape for one in average.parameters()] == shapes and int(average.n_averaged) == 1:
-            require_given(average, states)
+class Averages:
+    """Averages of the weights of `net` by torch's AveragedModel, as they are after the first step. Others cannot be
+    seen."""
+
+    def __init__(self, net: torch.nn.Module):
+        shapes = [one.shape for one in net.parameters()]
+        found = [one for one in gc.get_objects() if issubclass(type(one), AveragedModel)]
+        alike = [one for one in found if [own.shape for own in one.parameters()] == shapes]
+        # One that has been updated more than once belongs to another training.
+        self.known = [weakref.ref(one) for one in alike if int(one.n_averaged) <= 1]
+
+    def require_given(self, states: dict[str, Stateful]) -> None:
+        """Raise UserError for one that has begun, and is neither among the states nor an attribute of one."""
+        for average in [one() for one in self.known]:
+            if average is not None and int(average.n_averaged):
+                require_given(average, states)
 
 
 def require_given(found: object, states: dict[str, Stateful]) -> None:

@@ -11,15 +11,15 @@ from common.errors import UserError
 from common.uneven.options.timer import StepTimer
 
 SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
-OF_STEPS = ("loss", "grad_norm", "count", "lr", "loading", "compute", "exchange")  # times in milliseconds
+OF_STEPS = ("loss", "grad_norm", "count", "rates", "loading", "compute", "exchange")  # times in milliseconds
 OTHER_COUNT = (
     "rank {rank} divides the loss of step {step} by {there}, but rank 0 by {here}: divide by the count over all ranks, "
     "batch.global_count, and not by that of one rank. Or do the ranks hold other data?"
 )
 OTHER_RATE = (
-    "rank {rank} has taken step {step} with a learning rate of {there}, but rank 0 with {here}, so their weights are "
-    "no longer the same: every rank must step the scheduler, as often and with the same numbers, and not under `if "
-    "rank == 0`"
+    "rank {rank} has taken step {step} with a learning rate of {there}, but rank 0 with {here} (the sum of those of all "
+    "groups of parameters), so their weights are no longer the same: every rank must step the scheduler, as often and "
+    "with the same numbers, and not under `if rank == 0`"
 )
 
 
@@ -31,14 +31,18 @@ class LocalStep:
     loss: torch.Tensor  # this rank's part of it: what its backward has had
     global_loss: torch.Tensor | None  # of all ranks, where that is known already
     count: float  # what each rank's summed loss was divided by
-    lr: float | torch.Tensor
+    rates: Sequence[float | torch.Tensor]  # learning rates of all groups of parameters; the first one is shown
     grad_norm: torch.Tensor
+
+    @property
+    def lr(self) -> float:
+        return float(self.rates[0])
 
     def as_global(self) -> "GlobalStep | None":
         """This step as all ranks know it; None where this rank does not know the loss of all."""
         if self.global_loss is None:
             return None
-        return GlobalStep(self.step, float(self.global_loss), float(self.lr), float(self.grad_norm))
+        return GlobalStep(self.step, float(self.global_loss), self.lr, float(self.grad_norm))
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     losses = torch.stack([one.loss for one in noted])
     norms = torch.stack([one.grad_norm for one in noted]).detach().to(losses)
     numbers = [
-        [one.count, float(one.lr), took.loading, took.compute, took.exchange, *now.values()]
+        [one.count, sum(map(float, one.rates)), took.loading, took.compute, took.exchange, *now.values()]
         for one, took in zip(noted, timer.take(), strict=True)
     ]
     mine = torch.cat([torch.stack([losses, norms]), losses.new_tensor(numbers).T])  # (names, steps)
@@ -99,12 +103,12 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     rows = torch.stack(everyone).cpu().unbind(dim=1)
     took_here = time.perf_counter() - began
     found = dict(zip((*OF_STEPS, *now), rows, strict=True))
-    counts, rates = found["count"], found["lr"]
+    counts, rates = found["count"], found["rates"]
     _require_none(counts != counts[0], counts, noted, OTHER_COUNT)
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
     sums, largest = found["loss"].sum(dim=0).tolist(), found["grad_norm"].max(dim=0).values.tolist()
     done = [
-        GlobalStep(one.step, loss if one.global_loss is None else float(one.global_loss), float(one.lr), norm)
+        GlobalStep(one.step, loss if one.global_loss is None else float(one.global_loss), one.lr, norm)
         for one, loss, norm in zip(noted, sums, largest, strict=True)
     ]
     return ExchangedSteps(done, found, {name: found[name][:, 0].tolist() for name in now}, took_here)

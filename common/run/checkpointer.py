@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import RunError
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
-from common.record.resume import require_all_schedulers, require_average
+from common.record.resume import Averages, require_all_schedulers
 from common.record.steps import ExchangedSteps
 from common.state import Stateful, not_finite
 from common.uneven.guards.same import ranks_that_differ
@@ -25,7 +25,8 @@ class Checkpointer:
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.saved_step = run.step
         self.write_extra: checkpoint.WriteExtra | None = None  # that of the last checkpoint
-        self.has_exchanged = self.has_said_differing = False
+        self.has_said_differing = False
+        self.averages: Averages | None = None  # from the first exchange on
         self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
         if self.writer:
             self.group.at_end.callback(self.writer.wait)
@@ -44,12 +45,12 @@ class Checkpointer:
         """Take what all ranks have exchanged. At the first time, what is made only once has been made, and what one
         rank alone does has been done; later, each checkpoint compares the ranks. Every rank must call this."""
         self.unsaved_seconds = steps.now["unsaved_seconds"][0]
-        if self.has_exchanged:
+        if self.averages:
             return
-        self.has_exchanged = True
+        self.averages = Averages(self.net)
+        self.averages.require_given(self.states)
         if not self.members.generation:
             require_all_schedulers(self.states)
-            require_average(self.states, self.net)
         if self.nodes.is_synchronized:
             self.compare(steps.done[-1].step, self.states)
 
@@ -68,6 +69,8 @@ class Checkpointer:
             )
         # In another folder than "checkpoints", the weights of one step alone.
         states, keep = (self.states, self.options.flags["keep"]) if into == "checkpoints" else ({}, 1)
+        if self.averages:
+            self.averages.require_given(self.states)
         self.compare(step, states)
         log, others_wait = self.log, self.group.others_wait(f"rank 0, which saves step {step}")
         with log.timer.span("checkpoint"), log.clock.saving(), others_wait, log.writing():

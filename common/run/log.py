@@ -87,7 +87,7 @@ class StepLog:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def note(self, step: int, lr: float | torch.Tensor, grad_norm: torch.Tensor, count: float) -> None:
+    def note(self, step: int, rates: Sequence[float | torch.Tensor], grad_norm: torch.Tensor, count: float) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
         Its loss is what backward has had; `count` is what the sum over all ranks was divided by.
@@ -97,7 +97,7 @@ class StepLog:
             self.trace.end_step(step)
         loss, global_loss, is_asked_for = self.precision.take_losses()
         self.is_asked_for = is_asked_for or (self.is_alone and self.asks())
-        self.noted.append(LocalStep(step, loss, global_loss, count, lr, grad_norm))
+        self.noted.append(LocalStep(step, loss, global_loss, count, rates, grad_norm))
         self.members.note_step(step, self.noted)
 
     @property

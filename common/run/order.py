@@ -56,7 +56,7 @@ def _require_backward(run: "Run") -> None:
 
 
 def before_end_step(run: "Run") -> None:
-    if run.lr is None:
+    if not run.rates:
         raise UserError(
             "this step has had no run.optimizer_step(optimizer, clip_norm=...): write that in place of "
             "optimizer.step(), which knows nothing of --clip-norm, --on-nan and fp16"

@@ -70,7 +70,7 @@ class Run:
         self.facts: dict[str, object] = {}  # further lines of the header
         self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
-        self.lr: float | torch.Tensor | None = None  # of the step that is not noted yet
+        self.rates: list[float | torch.Tensor] = []  # of the step that is not noted yet
         self.held_out: list[EvaluationLoader] = []
         self.summary: dict[str, object] = {}  # what the last row of metrics.jsonl has besides what each run has
         self.stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
@@ -202,7 +202,7 @@ class Run:
         Raises UserError where the step before has had no `end_step`.
         """
         order.before_optimizer_step(self, optimizers)
-        self.lr = optimizers[0].param_groups[0]["lr"]
+        self.rates = [group["lr"] for one in optimizers for group in one.param_groups]
         which = self.model if model is None else model
         self.grad_norm = self.precision.step(which, clip_norm, *optimizers, round_of_checks=self.batches.timer.round)
 
@@ -213,12 +213,11 @@ class Run:
         UserError for a step that an optimizer has taken by itself.
         """
         order.before_end_step(self)
-        assert self.lr is not None
         batch, self.step = self.batches.last, self.batches.last.step + 1
         ends = self.step == self.total_steps or self.ending.ends_run
         evaluates = self.nodes.end_step(wants_evaluation(self, self.step), now=ends)
-        self.log.note(self.step, self.lr, self.grad_norm, batch.global_count)
-        self.lr = None
+        self.log.note(self.step, self.rates, self.grad_norm, batch.global_count)
+        self.rates = []
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
         find_due(self, evaluates)
 
