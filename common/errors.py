@@ -62,6 +62,10 @@ class Left(ExplainedError):
     kind = "left"
 
 
+class GuardWarning(UserWarning):
+    """What a guard finds odd, though it may be right. A worker prints it in one line; another script as any warning."""
+
+
 class MembersChanged(Exception):
     """Ranks were lost or have come (--elastic): go on as `worker`, from the state of the optimisation in memory."""
 

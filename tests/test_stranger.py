@@ -583,7 +583,7 @@ def test_a_tensor_or_number_that_the_model_changes_from_step_to_step_is_said(out
     results, losses = outputs((1, 1), more=KEEPING.replace("{what}", what), net=net)
     said = "outside of its parameters and buffers: no checkpoint has it"
     assert len(losses) == 9 and (said in results[0].output) == bool(name), results[0].output
-    assert not name or f"training changes {name}, which" in results[0].output
+    assert not name or f"\n[0] warning: training changes {name}, which" in results[0].output
 
 
 COUNTING = """
@@ -717,6 +717,22 @@ def test_parameters_that_only_an_earlier_micro_batch_reaches_are_refused(refused
 
 def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(refused):
     refused("the model refuses an empty batch", "wrap(..., pad_empty_batch=True)", more=RESHAPES, net="Reshapes()")
+
+
+def test_a_model_that_refuses_the_row_of_zeros_too_is_told_so(refused):
+    refused(
+        "the model refuses an empty batch (no samples), which a rank with an empty part has: it also refuses the row of "
+        "zeros that pad_empty_batch=True gives it instead: correct the model",
+        more="""
+class Refuses(nn.Linear):
+    def forward(self, points):
+        if not points.any():
+            raise ValueError("no samples")
+        return super().forward(points)
+""",
+        net="Refuses(6, 10)",
+        wrap="pad_empty_batch=True",
+    )
 
 
 def test_data_of_another_length_on_one_rank_are_refused(refused):
@@ -862,15 +878,22 @@ def test_a_count_that_only_the_batch_knows_is_summed_over_the_ranks_before_the_m
     assert ours[0] == pytest.approx(math.log(10), rel=0.3)
 
 
-def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_named(refused):
-    waits = "dist.all_reduce(torch.ones(1)) or cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+WAITS = "dist.all_reduce(torch.ones(1))"
+
+
+@pytest.mark.parametrize("where", ["in the loss", "in the loop"])
+def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_named(where, refused, monkeypatch):
+    in_loop = where == "in the loop"
+    loop = "        with model.no_sync(enabled=not is_last):\n"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace(loop, f"        {WAITS}\n{loop}") if in_loop else BODY)
+    own = "cross_entropy(model(micro[0]), micro[1], reduction='sum')"
     refused(
         "has waited for other ranks in a micro-batch, of which ranks have different numbers",
         "batch.sum_over_ranks",
         gpus=(2, 1),
         loader="shares=[2, 1, 1],",
         micro_batch="10",
-        loss=waits,
+        loss=own if in_loop else f"{WAITS} or {own}",
     )
 
 

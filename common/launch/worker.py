@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, Interrupted, MembersChanged, RunError, UserError, is_known_to_all
+from common.errors import ExplainedError, GuardWarning, Interrupted, MembersChanged, RunError, UserError, is_known_to_all
 from common.launch import cli, orphans
 from common.launch.interruption import INTERRUPTED, handle
 from common.launch.layout import Worker
@@ -71,6 +72,7 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     """
     alone = worker.world_size == 1
     name_worker(worker)
+    _say_warnings(worker)
     # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     if supervisor:  # a forked worker has its supervisor's handlers
@@ -94,6 +96,19 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         _end_after_failure(_explain(places[-1], error), error, alone)
     flush()
     sys.exit(0)
+
+
+def _say_warnings(worker: Worker) -> None:
+    """From now on, what guards warn of is one line, tagged with the rank, and not a line of this project's code."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, GuardWarning):
+            say(f"warning: {message}", worker.rank)
+        else:
+            show_others(message, category, *where, **more)
+
+    warnings.showwarning = show
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> NoReturn:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, default_collate
 
 from common.errors import UserError
 from common.uneven.batches import micro_batches, move
+from common.uneven.guards.same import collectives
 from common.uneven.loading import BatchedDataset, dataset_fingerprint, part_loader
 from common.uneven.options.timer import NOT_EXCHANGED, StepTimer
 from common.uneven.options.token_balance import TokenBalancedSampler
@@ -50,7 +51,9 @@ class StepBatch:
         """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
         self.timer.is_cutting = True
         try:
-            yield from self.pieces()
+            for piece in self.pieces():
+                self.timer.collectives = collectives()
+                yield piece
         finally:
             self.timer.is_cutting = False
 

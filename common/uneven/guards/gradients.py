@@ -8,9 +8,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import GuardWarning, UserError
 from common.uneven.guards.gradient_watch import GradientWatch, Versions
-from common.uneven.guards.same import require_same_network
+from common.uneven.guards.same import collectives, require_same_network
 from common.uneven.guards.state import ModelState
 from common.uneven.guards.words import shown
 from common.uneven.options.global_batch import needs_whole_parts
@@ -60,7 +60,8 @@ class Guard:
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
             # A rank that skips one would add to another's sums.
             require_same_network(self.number, self.timer.device, self.ranks)
-        self.collectives = 0 if is_last else _collectives()
+        if not is_last and collectives() != self.timer.collectives:
+            raise _collective_in_loop()
         self.exchanges = 0
 
     def end_micro_batch(self, is_last: bool) -> None:
@@ -68,11 +69,9 @@ class Guard:
         if self.exchanges > 1:
             raise _summed_twice()
         self.watched.end_backward()
-        if not is_last and _collectives() != self.collectives:
-            raise UserError(
-                "forward or the loss has waited for other ranks in a micro-batch, of which ranks have different "
-                "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
-            )
+        if not is_last and collectives() != self.timer.collectives:
+            raise _collective_in_loop()
+        self.timer.collectives = collectives()
         for guard, before in self.others:
             guard.watched.require_untouched(before, guard.net)
         self.watched.end_micro_batch(is_last, self.looks)
@@ -115,6 +114,7 @@ class Guard:
         if self.has_trained and not self.net.training:
             warnings.warn(
                 "the model trains in evaluation mode, without dropout: call net.train() after an evaluation",
+                GuardWarning,
                 stacklevel=2,
             )
         self.has_trained = self.net.training
@@ -169,10 +169,11 @@ def _summed_twice() -> UserError:
     )
 
 
-def _collectives() -> int:
-    """How many collectives this rank has begun in the group of all ranks."""
-    group: Any = dist.distributed_c10d._get_default_group()
-    return group._get_sequence_number_for_group()
+def _collective_in_loop() -> UserError:
+    return UserError(
+        "forward, the loss or the loop has waited for other ranks in a micro-batch, of which ranks have different "
+        "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
+    )
 
 
 class UnsummedGradients:
@@ -192,5 +193,6 @@ class UnsummedGradients:
                 "not summed over the ranks, so each rank trains a copy of its own; or, with plain DDP, they are "
                 "averages over ranks, though these have different numbers of samples. Give their network a wrap() and "
                 "a no_sync, unless that is what you want",
+                GuardWarning,
                 stacklevel=3,
             )

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common.errors import UserError
+from common.errors import GuardWarning, UserError
 from common.uneven.guards.words import is_named, shown
 from common.uneven.options.global_batch import GlobalBatchNorm
 
@@ -70,6 +70,7 @@ def say_noise(net: torch.nn.Module, *_: Any) -> None:
             warnings.warn(
                 f"a forward without gradients while {name} ({type(layer).__name__}) is in training mode: if this is an "
                 "evaluation, call net.eval() before it and net.train() after it",
+                GuardWarning,
                 stacklevel=2,
             )
             return

@@ -110,6 +110,14 @@ def _leaves(tree: Any) -> Iterator[torch.Tensor | int | float]:
             yield from _leaves(value)
 
 
+def collectives() -> int:
+    """How many collectives this rank has begun in the group of all ranks."""
+    if not dist.is_initialized():
+        return 0
+    group: Any = dist.distributed_c10d._get_default_group()
+    return group._get_sequence_number_for_group()
+
+
 def require_same_network(number: int, device: torch.device, ranks: Any = None) -> None:
     """Raise UserError on every rank of the process group `ranks` unless all exchange the gradients of the network with
     this number next."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from common.errors import UserError
+from common.errors import GuardWarning, UserError
 from common.uneven.guards.words import is_named, shown
 from common.uneven.options.global_batch import GlobalBatchNorm
 
@@ -58,6 +58,7 @@ class ModelState:
                 f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
                 "checkpoint has it, and what each rank makes of its own samples depends on the layout. If it is only "
                 "looked at, name it in wrap(..., layout_dependent=[...])",
+                GuardWarning,
                 stacklevel=2,
             )
             self.has_warned = True
