@@ -1,5 +1,6 @@
 """Files of others: what cannot be read, or is not the file itself, is said in one line."""
 
+import codecs
 import contextlib
 import json
 import os
@@ -11,6 +12,8 @@ from typing import IO, Any
 from common.errors import UserError
 
 PIPE_SECONDS = 30.0  # for somebody to write into a pipe
+STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
+BEGINNING = 256  # bytes of a file
 
 
 @contextlib.contextmanager
@@ -54,6 +57,15 @@ def refuse_stand_in(path: Path, name: str) -> None:
         raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
     if first.startswith(b"\x1f\x8b\x08"):
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
+
+
+def is_structured(path: Path) -> bool:
+    """Whether a file is JSON, a table, HTML or XML, by its name or by how it begins."""
+    if path.suffix.lower() in STRUCTURED:
+        return True
+    with path.open("rb") as file:
+        first = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    return first.startswith((b"<!doctype", b"<html", b"<?xml", b'{"', b"[{", b'["'))
 
 
 def parse_json(text: str) -> Any:

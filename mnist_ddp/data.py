@@ -31,6 +31,8 @@ MOST_NAMED = 4  # files of other names
 MOST_ALIKE = 0.9  # part of a set's labels
 LOOKED_AT = 1000  # images of a set
 FEW_ALIKE = 8  # of these, on average
+FEW_IMAGES = 300  # which say nothing about their labels
+NEAR_CHANCE = 0.3  # part of right labels: of ten classes, a guess has 0.1, and the sets of this kind have 0.6 and more
 
 
 class Batch(NamedTuple):
@@ -80,6 +82,7 @@ def load(
         raise UserError(
             f"--data-dir {folder}: the test images are among the training images: copy the t10k files again"
         )
+    _require_labels_of_images(parts, folder)
     if unknown := set(test_labels.tolist()) - set(train_labels.tolist()):
         raise UserError(f"--data-dir {folder}: no training image has the label {min(unknown)}, which a test image has")
     normal = _normalisation(train_images).to(dtype)
@@ -107,6 +110,21 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
             f"--data-dir {folder}: {len(empty):,} of {len(images):,} images of the {what} set are of one grey level, "
             f"the first of them image {int(empty[0]) + 1:,}: copy the files again"
         )
+
+
+def _require_labels_of_images(parts: list[tuple[torch.Tensor, torch.Tensor]], folder: Path) -> None:
+    """Raise UserError where labels are those of other images: to name the class whose mean image is nearest must be
+    right more often than by chance."""
+    (images, labels), held_out = ([values[:: max(1, len(values) // LOOKED_AT)] for values in part] for part in parts)
+    means = torch.stack([images[labels == label].flatten(1).float().mean(0) for label in labels.unique()])
+    for what, (some, known) in (("training", (images, labels)), ("test", held_out)):
+        nearest = labels.unique()[torch.cdist(some.flatten(1).float(), means).argmin(dim=1)]
+        right = float((nearest == known).float().mean())
+        if len(some) >= FEW_IMAGES and right < NEAR_CHANCE:
+            raise UserError(
+                f"--data-dir {folder}: the labels of the {what} set do not belong to its images: the nearest of the "
+                f"classes' mean images has the label of {right:.0%} alone: copy both files again, of the same data set"
+            )
 
 
 def _contains(images: torch.Tensor, image: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ def test_a_data_file_with_another_header_is_named(tmp_path):
 def test_data_that_differ_between_nodes_are_refused(tmp_path):
     """Each node reads its own disk: here node 1's files are another data set than node 0's."""
     here = mnist_files(tmp_path / "here")
-    labels = (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes([1, 2]) * 5_000
+    labels = (2049).to_bytes(4) + (10_000).to_bytes(4) + bytes(range(10)) * 999 + bytes([1]) * 10
     there = mnist_files(tmp_path / "there", t10k_labels_idx1_ubyte=labels)
     nodes = nodes_of((1, 1), tmp_path / "out")
     nodes = [Node([*node.flags, "--data-dir", data]) for node, data in zip(nodes, (here, there), strict=True)]

@@ -601,6 +601,14 @@ def test_a_file_that_is_named_twice_is_said(folder, tmp_path, capsys):
     assert said_of(capsys) == [f"{folder / 'text.txt'} is named twice: what is held out of it is trained on too"]
 
 
+def test_text_that_is_there_twice_is_said(folder, tmp_path, capsys):
+    text = (folder / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(f"{text}\n\n{text}")
+    load(tmp_path, "--sequence-length", 16, "--vocab-size", 300)
+    (line,) = said_of(capsys)
+    assert re.search(r"\d\d% of the text that is held out is trained on too: is it twice in .*text.txt\?", line)
+
+
 def test_nothing_is_odd_about_usual_text(folder, tmp_path, capsys):
     load(folder, "--sequence-length", 16, "--vocab-size", 300, "--cache-dir", tmp_path)
     assert said_of(capsys) == []

@@ -351,6 +351,30 @@ def test_test_images_that_are_a_part_of_the_training_images_are_refused(tmp_path
         mnist.load("split", tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("what", ["training", "test"])
+def test_labels_that_belong_to_other_images_are_refused(what, tmp_path, monkeypatch):
+    train, test = mnist._digits()
+    mnist._require_labels_of_images([train, test], tmp_path)
+    mixed = {"training": [(train[0].flip(0), train[1]), test], "test": [train, (test[0], test[1].roll(1))]}
+    with pytest.raises(UserError, match=rf"--data-dir {tmp_path}: the labels of the {what} set do not belong to its"):
+        mnist._require_labels_of_images(mixed[what], tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ""])
+@pytest.mark.parametrize("content", ['\ufeff{"text": "a"}', "<!DOCTYPE html>", '  <?xml version="1.0"?>', '[{"a": 1}]'])
+def test_text_that_is_structured_by_its_content_is_said_to_be_read_as_plain(suffix, content, tmp_path):
+    (tmp_path / f"a{suffix}").write_text(content)
+    (said,) = odd_files([tmp_path / f"a{suffix}"], [])
+    assert "is read as plain text, with all its marks" in said
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_pipe_in_the_folder_of_a_model_is_named(name, model, tmp_path):
+    os.mkfifo(without(model, tmp_path / "piped", name) / name)
+    with pytest.raises(UserError, match=rf"--model .*piped/{name} is a pipe: give a file"):
+        open_pretrained(str(tmp_path / "piped"))
+
+
 @pytest.mark.parametrize("wrong", ["NaN", "-3", "Infinity"])
 def test_figures_that_cannot_be_are_refused(wrong, tmp_path):
     links = f'[{{"mbit_per_second": {wrong}, "latency_ms": 1}}]'

@@ -721,8 +721,8 @@ def test_a_model_that_refuses_an_empty_batch_is_told_what_to_write(refused):
 
 def test_a_model_that_refuses_the_row_of_zeros_too_is_told_so(refused):
     refused(
-        "the model refuses an empty batch (no samples), which a rank with an empty part has: it also refuses the row of "
-        "zeros that pad_empty_batch=True gives it instead: correct the model",
+        "the model refuses an empty batch (no samples), which a rank with an empty part has: it also refuses the row "
+        "of zeros that pad_empty_batch=True gives it instead: correct the model",
         more="""
 class Refuses(nn.Linear):
     def forward(self, points):

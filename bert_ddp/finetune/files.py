@@ -74,15 +74,16 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
         reader = csv.DictReader(lines, strict=True)
     begins = 1  # the line before a row's first one
     try:
-        names = [name for name in reader.fieldnames or () if name]
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        names = [name for name in reader.fieldnames if name]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{path}, line 1: two columns are called {twice[0]!r}: rename one")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
                 more = "more" if None in row else "fewer"
-                raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames or ())}")
-            if list(row.values()) == reader.fieldnames:
+                raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames)}")
+            if [value.strip() for value in row.values()] == reader.fieldnames:
                 raise UserError(f"{place}: the header once more: remove it, if two files were joined")
             yield place, row
             begins = reader.line_num

@@ -10,6 +10,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
 
 from bert_ddp.finetune.examples import Sentence, Text
 from common.errors import UserError
@@ -72,6 +73,9 @@ def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Ma
             and Counter(map(_content, some)) == Counter(map(_content, examples["dev"]))
         ):
             yield f"{source}: the test examples are the dev examples: the best of many evaluations is no test"
+        usual, times = Counter(map(_content, some)).most_common(1)[0]
+        if len(some) >= MANY and times > len(some) / 2:
+            yield f"{source}: {times:,} of {len(some):,} {role} examples are the same: {shorten(str(usual[0]), 40)}"
         labels = Counter(label for one in some for label, _ in one.labels)
         if role != "train" and len(labels) == 1 and len(some) >= ENOUGH:
             yield f"{source}: every {role} label is {next(iter(labels))}: the scores say little"

@@ -65,6 +65,8 @@ def locate(name: str, flag: str = "--model") -> str:
     """
     path = Path(name)
     with reading(path, f"{flag} {name}"):
+        if path.is_dir() and (pipes := [file for file in path.iterdir() if file.is_fifo()]):
+            raise UserError(f"{flag} {pipes[0]} is a pipe: give a file, which can be read again")
         for inside in (path, latest_folder(path / "best"), latest_folder(path / "checkpoints")):
             if (inside / "config.json").is_file():
                 return str(inside)

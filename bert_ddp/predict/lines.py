@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bert_ddp.text.sources import STRUCTURED
 from common.errors import UserError
-from common.files import reading
+from common.files import is_structured, reading
 
 TAB, BLANK, CR = b"\t", b"", b"\r"
 
@@ -75,7 +74,7 @@ def open_lines(path: Path, chunk_lines: int, mask: str = "[MASK]") -> LineFile:
 def odd(lines: LineFile, task: str, mask: str = "[MASK]") -> Iterator[str]:
     """What is odd about the lines as a whole, in one line each."""
     path, holding = lines.path, lines.holding
-    if path.suffix.lower() in STRUCTURED:
+    if is_structured(path):
         yield f"--input {path} is read as plain lines, with all its marks: give the texts alone, one a line"
     if holding[CR]:
         yield f"--input {path} has {holding[CR]:,} CR within lines, which end no line"

@@ -18,12 +18,13 @@ from bert_ddp.text.progress import bar
 from bert_ddp.text.settings import FLAGS, Settings
 from bert_ddp.text.shards import rows_of_shards
 from bert_ddp.text.table import Rows, TableWriter, originals
-from bert_ddp.text.tokens import rows_of_text
+from bert_ddp.text.tokens import Repeated, rows_of_text
 from common.console import say
 from common.errors import UserError
 
 PARTS = ("train", "held_out")
 MANY_UNKNOWN = 0.2  # part of the words
+MANY_REPEATED = 0.1  # part of the characters that are held out
 
 
 def build(folder: Path, settings: Settings, rank: int | None = None) -> None:
@@ -48,10 +49,11 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
     words = vocabulary.words_of(tokenizer)
     np.save(folder / "continues.npy", np.array([word.startswith("##") for word in words]))
     special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "unk", "cls", "sep", "mask")}
+    repeated = Repeated()
     if settings.shards:
         pieces = rows_of_shards(settings, len(words), special)
     else:
-        pieces = rows_of_text(settings, tokenizer, special)
+        pieces = rows_of_text(settings, tokenizer, special, repeated)
     digest = blake2b("\n".join(words).encode(), digest_size=8)
     begins: Counter[int] = Counter()
     labels: Counter[int] = Counter()
@@ -72,7 +74,11 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
         "settings": asdict(settings),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    return [*_odd(settings, unknown, begins, labels, special["cls"])]
+    odd = list(_odd(settings, unknown, begins, labels, special["cls"]))
+    if not odd and repeated.share > MANY_REPEATED:  # else that is why
+        names = " ".join(settings.corpus)
+        odd.append(f"{repeated.share:.0%} of the text that is held out is trained on too: is it twice in {names}?")
+    return odd
 
 
 def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) -> dict[str, float]:

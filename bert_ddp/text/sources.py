@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import reading
+from common.files import is_structured, reading
 
 PYTHON_DOCS = "python-docs"
 HDF5_SUFFIXES = (".hdf5", ".h5")
@@ -21,7 +21,6 @@ LONGEST_DOCUMENT = 1 << 20  # characters; a longer block is cut, so that memory 
 ROWS_TO_LOOK_AT = 1000
 LINE_END = re.compile(r"\r\n|\r|\n")
 LONE_CR = re.compile(r"\r(?!\r*(?:\n|$))")  # ends a line in files of old Macs
-STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
 
 
 def find_files(corpus: Iterable[str], flag: str = "--corpus") -> list[Path]:
@@ -78,7 +77,7 @@ def odd_files(corpus: Iterable[Path], held_out: Iterable[Path]) -> Iterator[str]
         yield f"{twice[0]} is named twice: what is held out of it is trained on too"
     elif copy := next(_alike(corpus), None):
         yield f"{copy} is in --corpus too: what is held out of the one is trained on in the other"
-    if structured := [file for file in (*corpus, *held_out) if file.suffix.lower() in STRUCTURED]:
+    if structured := [file for file in (*corpus, *held_out) if is_structured(file)]:
         yield f"{structured[0]} is read as plain text, with all its marks: hf:FOLDER reads a column `text`"
 
 

@@ -107,7 +107,7 @@ def restore_from_members(
     dist.broadcast_object_list(rest, src=ahead)
     layers = dict(model.named_modules())
     for (layer_name, name), value in rest[1].items():
-        vars(layers[layer_name])[name] = copied(value, group.device)
+        layers[layer_name].__dict__[name] = copied(value, group.device)
     saved_at = mine.saved_at if mine else time.perf_counter()
     return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at, attributes=rest[1])
 

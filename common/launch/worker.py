@@ -19,7 +19,15 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from common.console import flush, say
-from common.errors import ExplainedError, GuardWarning, Interrupted, MembersChanged, RunError, UserError, is_known_to_all
+from common.errors import (
+    ExplainedError,
+    GuardWarning,
+    Interrupted,
+    MembersChanged,
+    RunError,
+    UserError,
+    is_known_to_all,
+)
 from common.launch import cli, orphans
 from common.launch.interruption import INTERRUPTED, handle
 from common.launch.layout import Worker

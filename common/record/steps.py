@@ -17,9 +17,9 @@ OTHER_COUNT = (
     "batch.global_count, and not by that of one rank. Or do the ranks hold other data?"
 )
 OTHER_RATE = (
-    "rank {rank} has taken step {step} with a learning rate of {there}, but rank 0 with {here} (the sum of those of all "
-    "groups of parameters), so their weights are no longer the same: every rank must step the scheduler, as often and "
-    "with the same numbers, and not under `if rank == 0`"
+    "rank {rank} has taken step {step} with a learning rate of {there}, but rank 0 with {here} (the sum of those of "
+    "all groups of parameters), so their weights are no longer the same: every rank must step the scheduler, as often "
+    "and with the same numbers, and not under `if rank == 0`"
 )
 
 

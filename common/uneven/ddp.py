@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
-from common.uneven.kept import unchanged
 from common.uneven.global_batches import GlobalBatchLoader
 from common.uneven.guards import assembly
 from common.uneven.guards.gradients import IS_REDUCED, Guard, UnsummedGradients
 from common.uneven.guards.layers import say_noise
+from common.uneven.kept import unchanged
 from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, sum_numbers
 from common.uneven.options.empty_batches import EmptyPartsApart
 from common.uneven.options.global_batch import needs_whole_parts

@@ -55,7 +55,7 @@ def unchanged(net: torch.nn.Module) -> Iterator[None]:
         for layer_name, name in attributes(net).keys() - before.keys():
             delattr(layers[layer_name], name)
         for (layer_name, name), value in before.items():
-            vars(layers[layer_name])[name] = value
+            layers[layer_name].__dict__[name] = value
         with torch.no_grad():
             for buffer, version, kept in buffers:
                 if buffer._version != version:

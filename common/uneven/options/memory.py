@@ -23,9 +23,9 @@ def fitting_micro_batches(
 ) -> list[int]:
     """For each rank, how many rows to have in one forward: up to its own `most`, and as fit into its memory.
 
-    `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and what it changes in `net` is put back. On
-    a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and without one everything
-    fits. The trials run in the context `pace`, in which a rank may be much slower than another.
+    `trial(rows)` runs both on `net`, without any exchange. Its gradients are thrown away, and what else it changes in
+    `net` is put back. On a GPU the limit is its memory; on a CPU it is the limit of the process (`ulimit -v`), and
+    without one everything fits. The trials run in the context `pace`, in which a rank may be much slower than another.
 
     Every rank must call this, before `wrap`. Raises UserError on every rank if a single row does not fit on one, or if
     the model's statistics are over the global batch, which do without micro-batches.
