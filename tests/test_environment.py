@@ -78,22 +78,25 @@ BODY = """
 """
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """A trainer with DDP and a loader's process, in an environment of both kinds that used to end it."""
+@pytest.fixture(scope="module", params=DOORS)
+def started(request, tmp_path_factory):
+    """What a door says in an environment of both kinds that used to end DDP and loaders' processes."""
     folder = tmp_path_factory.mktemp("stranger")
     long = folder / ("a" * sockets.MOST_CHARACTERS)
     long.mkdir()
     environ = {"TMPDIR": str(long), "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(ROOT)}
-    return run("python", write_trainer(folder, BODY), "-g", 1, *FLAGS, **environ)
+    program = DOCTOR if request.param == "doctor" else write_trainer(folder, BODY)
+    if request.param == "torchrun":
+        return run("python", program, *FLAGS, **environ, **torchrun_nodes((1,))[0].environ)
+    return run("python", program, "-g", 1, *FLAGS, **environ)
 
 
 @pytest.mark.long
-def test_ddp_survives_detailed_debugging(started):
+def test_detailed_debugging_ends_nothing(started):
     assert "TORCH_DISTRIBUTED_DEBUG is DETAIL, taken as INFO" in started.output
     assert started.code == 0, started.output
 
 
 @pytest.mark.long
-def test_a_loader_works_where_tmpdir_is_too_long_for_sockets(started):
-    assert "trained" in started.output and "AF_UNIX" not in started.output
+def test_a_tmpdir_that_is_too_long_for_sockets_ends_nothing(started):
+    assert started.code == 0 and "AF_UNIX" not in started.output, started.output

@@ -6,10 +6,11 @@ Each test replaces some lines of one small trainer, which uses nothing but commo
 
 import json
 import math
+import re
 
 import pytest
 
-from tests.harness import nodes_of, playing, write_trainer
+from tests.harness import ROOT, nodes_of, playing, write_trainer
 
 IMPORTS = """
 import json, random
@@ -897,33 +898,54 @@ def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_
     )
 
 
-EXPERTS = """
+CHOSEN = """
+from torch.nn.functional import one_hot
+
+EXPERTS = 4
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.route = nn.Linear(6, 4)
-        self.experts = nn.ModuleList(nn.Linear(6, 10) for _ in range(4))
+        self.route = nn.Linear(6, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(6, 10) for _ in range(EXPERTS))
 
     def forward(self, points):
         probability, chosen = self.route(points).softmax(1).max(1)
         logits = points.new_zeros(len(points), 10)
         for number, expert in enumerate(self.experts):
             logits = logits.index_put((chosen == number,), expert(points[chosen == number]))
-        return logits * probability[:, None], self.route(points).softmax(1)
+        return logits * probability[:, None]
+
+
+part = torch.zeros(EXPERTS)
+
+
+def balanced(loss_sum, net, points, part):
+    PROBABILITIES
+    BALANCE
+    return loss_sum
 """
 
 
 def test_experts_with_a_loss_that_balances_them_are_exact(exact):
+    """With the lines that the chapter shows."""
+    page = (ROOT / "docs" / "further-tasks.md").read_text()
+    lines = [re.search(rf"^({begins} = .*?)(?:  #.*)?$", page, re.M)[1] for begins in ("routed", "probabilities")]
+    balance = re.search(r"^loss_sum = loss_sum \+ .*$", page, re.M)[0]
     exact(
-        more="from torch.nn.functional import one_hot" + EXPERTS + "\nrouted, samples = torch.zeros(4), 1\n"
-        "def total(logits, probabilities, labels):\n"
-        "    balance = 0.5 * 4 * (routed / samples * probabilities.sum(0)).sum()\n"
-        "    return cross_entropy(logits, labels, reduction='sum') + balance\n",
+        more=CHOSEN.replace("PROBABILITIES", lines[1]).replace("BALANCE", balance.replace("0.01", "0.5")),
         net="Experts()",
-        begin="global routed, samples; samples = batch.global_count; "
-        "routed = batch.sum_over_ranks(lambda micro: one_hot(net.route(micro[0]).argmax(1), 4).sum(0))",
-        loss="total(*model(micro[0]), micro[1])",
+        begin=f"global part; {lines[0]}; part = routed / batch.global_count",
+        loss="balanced(cross_entropy(model(micro[0]), micro[1], reduction='sum'), net, micro[0], part)",
     )
+
+
+def test_an_expert_that_gets_nothing_is_moved_by_adamw_alike_on_every_layout(exact):
+    """By its weight decay, because its gradient is zeros, and not missing."""
+    nobody = CHOSEN.replace(".max(1)", "[:, :3].max(1)").replace("PROBABILITIES", "").replace("BALANCE", "")
+    moved = "net.experts[3].weight.abs().sum()"
+    exact(more=nobody, net="Experts()", begin=f"before = {moved}", after=f"assert {moved} < before")
 
 
 def test_other_data_of_the_same_length_on_one_rank_are_named(refused):
