@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import json
 import os
+import re
 import select
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from common.errors import UserError
 
 PIPE_SECONDS = 30.0  # for somebody to write into a pipe
 STRUCTURED = (".json", ".jsonl", ".csv", ".tsv", ".html", ".xml")
+MARKUP = re.compile(rb'\s*(<!doctype|<html|<\?xml|\{\s*"|\[\s*\{)')
 BEGINNING = 256  # bytes of a file
 
 
@@ -60,12 +62,11 @@ def refuse_stand_in(path: Path, name: str) -> None:
 
 
 def is_structured(path: Path) -> bool:
-    """Whether a file is JSON, a table, HTML or XML, by its name or by how it begins."""
+    """Whether a file is JSON, a table, HTML or XML by its name, or JSON, HTML or XML by how it begins."""
     if path.suffix.lower() in STRUCTURED:
         return True
     with path.open("rb") as file:
-        first = file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().lower()
-    return first.startswith((b"<!doctype", b"<html", b"<?xml", b'{"', b"[{", b'["'))
+        return bool(MARKUP.match(file.read(BEGINNING).removeprefix(codecs.BOM_UTF8).lower()))
 
 
 def parse_json(text: str) -> Any:

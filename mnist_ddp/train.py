@@ -31,7 +31,7 @@ def train(worker: Worker, args: Namespace) -> None:
         with run.first_on_node(f"the data set {args.dataset}"):  # one rank of each node first: the others find it there
             train_set, test_set, fingerprint = data.load(args.dataset, args.data_dir, run.precision.dtype, run.device)
         run.agree(data=f"{args.dataset} {fingerprint}")  # an error if a rank, or the checkpoint, has other data
-        run.describe(data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images")
+        run.describe(data=f"{args.dataset}: {len(train_set):,} + {len(test_set):,} images{train_set.odd}")
         batches, test_loader = run.global_batches(train_set), run.evaluation_loader(test_set)
 
         # Model. The seed gives every layout the same initial weights.

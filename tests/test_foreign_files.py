@@ -352,27 +352,36 @@ def test_test_images_that_are_a_part_of_the_training_images_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("what", ["training", "test"])
-def test_labels_that_belong_to_other_images_are_refused(what, tmp_path, monkeypatch):
+def test_labels_that_belong_to_other_images_are_said_in_the_header(what, tmp_path, monkeypatch):
     train, test = mnist._digits()
-    mnist._require_labels_of_images([train, test], tmp_path)
     mixed = {"training": [(train[0].flip(0), train[1]), test], "test": [train, (test[0], test[1].roll(1))]}
-    with pytest.raises(UserError, match=rf"--data-dir {tmp_path}: the labels of the {what} set do not belong to its"):
-        mnist._require_labels_of_images(mixed[what], tmp_path)
+    monkeypatch.setattr(mnist, "_from_torchvision", lambda name, where: mixed[what])
+    assert f"; note: do the {what} labels belong to these images?" in mnist.load(what, tmp_path, torch.float32)[0].odd
+    assert mnist.load("digits", tmp_path, torch.float32)[0].odd == ""
 
 
 @pytest.mark.parametrize("suffix", [".txt", ""])
-@pytest.mark.parametrize("content", ['\ufeff{"text": "a"}', "<!DOCTYPE html>", '  <?xml version="1.0"?>', '[{"a": 1}]'])
+@pytest.mark.parametrize(
+    "content", ['\ufeff{ "text": "a"}', "<!DOCTYPE html>", '  <?xml version="1.0"?>', '[\n {"a": 1}]']
+)
 def test_text_that_is_structured_by_its_content_is_said_to_be_read_as_plain(suffix, content, tmp_path):
     (tmp_path / f"a{suffix}").write_text(content)
     (said,) = odd_files([tmp_path / f"a{suffix}"], [])
     assert "is read as plain text, with all its marks" in said
 
 
+@pytest.mark.parametrize("inside", ["", "best/step-00000001"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
-def test_a_pipe_in_the_folder_of_a_model_is_named(name, model, tmp_path):
-    os.mkfifo(without(model, tmp_path / "piped", name) / name)
-    with pytest.raises(UserError, match=rf"--model .*piped/{name} is a pipe: give a file"):
+def test_a_pipe_in_place_of_a_file_of_a_model_is_named(name, inside, model, tmp_path):
+    (tmp_path / "piped" / inside).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(without(model, tmp_path / "piped" / inside, name) / name)
+    with pytest.raises(UserError, match=rf"--model .*piped/.*{name} is a pipe: give a file"):
         open_pretrained(str(tmp_path / "piped"))
+
+
+def test_a_pipe_beside_the_files_of_a_model_is_left_alone(model, tmp_path):
+    os.mkfifo(without(model, tmp_path / "beside") / "log.pipe")
+    assert open_pretrained(str(tmp_path / "beside")).config.model_type == "bert"
 
 
 @pytest.mark.parametrize("wrong", ["NaN", "-3", "Infinity"])

@@ -880,22 +880,38 @@ def test_a_count_that_only_the_batch_knows_is_summed_over_the_ranks_before_the_m
 
 
 WAITS = "dist.all_reduce(torch.ones(1))"
+LOSS = "cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+LOOP = "        with model.no_sync(enabled=not is_last):\n"
+END_OF_LOOP = "        loss_sum += loss.detach()\n"
 
 
-@pytest.mark.parametrize("where", ["in the loss", "in the loop"])
-def test_a_collective_in_a_micro_batch_of_which_ranks_have_different_numbers_is_named(where, refused, monkeypatch):
-    in_loop = where == "in the loop"
-    loop = "        with model.no_sync(enabled=not is_last):\n"
-    monkeypatch.setitem(globals(), "BODY", BODY.replace(loop, f"        {WAITS}\n{loop}") if in_loop else BODY)
-    own = "cross_entropy(model(micro[0]), micro[1], reduction='sum')"
+@pytest.mark.parametrize(("loss", "loop", "end", "shares"), [
+    (f"{WAITS} or {LOSS}", "", "", (2, 1, 1)),
+    (LOSS, f"        {WAITS}\n", "", (2, 1, 1)),
+    (LOSS, "", f"        {WAITS}\n", (1, 1, 1)),  # with other shares it meets the exchange of the gradients
+], ids=["in the loss", "before it", "after it"])  # fmt: skip
+def test_a_collective_in_a_micro_batch_of_which_ranks_may_have_different_numbers_is_named(
+    loss, loop, end, shares, refused, monkeypatch
+):
+    body = BODY.replace(LOOP, loop + LOOP).replace(END_OF_LOOP, END_OF_LOOP + end)
+    monkeypatch.setitem(globals(), "BODY", body)
     refused(
-        "has waited for other ranks in a micro-batch, of which ranks have different numbers",
+        "has waited for other ranks, in forward, in the loss or beside them, but ranks have different numbers",
         "batch.sum_over_ranks",
         gpus=(2, 1),
-        loader="shares=[2, 1, 1],",
+        loader=f"shares={shares},",
         micro_batch="10",
-        loss=own if in_loop else f"{WAITS} or {own}",
+        loss=loss,
     )
+
+
+def test_a_collective_beside_the_loop_over_micro_batches_or_in_the_last_one_is_right(exact, monkeypatch):
+    listed = "in list(batch.micro_batches()) or dist.all_reduce(torch.ones(1)):"
+    body = BODY.replace("in batch.micro_batches():", listed).replace(
+        END_OF_LOOP, f"{END_OF_LOOP}        is_last and {WAITS}\n"
+    )
+    monkeypatch.setitem(globals(), "BODY", body)
+    exact()
 
 
 CHOSEN = """

@@ -524,7 +524,7 @@ ODD_WORDS = [
     (TWELVE, conll("\u4e2d\u6587/O \u4e2d/O"), "100% of its tokens are not in the vocabulary"),
     (conll("anna/I-person went/O", "ben/I-person"), conll("ben/O"), ""),
     (conll("anna/I-person ben/B-person"), conll("ben/O"), ""),  # IOB1: B- separates
-    (TWELVE + "\n" + TWELVE, conll("ben/O"), "24 of 24 train examples are the same: anna"),
+    (TWELVE + "\n" + TWELVE, conll("ben/O"), "24 of 24 train examples are the same: 'anna went to rome'"),
     (TWELVE + "\nben I-person\n", conll("ben/O"), "line 61: 1 entities begin with I-, 24 with B-"),
 ]
 
@@ -538,7 +538,7 @@ def test_what_is_odd_about_tagged_words_as_a_whole_is_said_in_one_line(train, de
 ODD_TEXTS = [
     (table(*many("text {n},{odd}"), ",1"), "line 32: the text is blank, as in 1 of 31 examples"),
     ("sentence1,sentence2,label\n" + "".join(f"text {n},,{n % 2}\n" for n in range(12)), "the second text of each"),
-    (table(*many("text {n},{odd}", 20), *many("same,1", 21)), "21 of 41 train examples are the same: same"),
+    (table(*many("text {n},{odd}", 20), *many("same,1", 21)), "21 of 41 train examples are the same: 'same'"),
     (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
     (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case or spaces alone: x1, X1"),
     (table(*many("text {n},x {odd}"), "a,x  1"), "labels differ in case or spaces alone: x 1, x  1"),

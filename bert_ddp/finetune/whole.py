@@ -10,13 +10,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from textwrap import shorten
 
 from bert_ddp.finetune.examples import Sentence, Text
 from common.errors import UserError
 
 ENOUGH = 10  # examples, from which a set as a whole says something
 NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]*)?")
+SHOWN = 40  # characters of an example
 MANY = 20  # of examples with a label each; of words in the one sentence of a set
 
 
@@ -75,7 +75,8 @@ def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Ma
             yield f"{source}: the test examples are the dev examples: the best of many evaluations is no test"
         usual, times = Counter(map(_content, some)).most_common(1)[0]
         if len(some) >= MANY and times > len(some) / 2:
-            yield f"{source}: {times:,} of {len(some):,} {role} examples are the same: {shorten(str(usual[0]), 40)}"
+            shown = " ".join(filter(None, usual))[:SHOWN]
+            yield f"{source}: {times:,} of {len(some):,} {role} examples are the same: {shown!r}"
         labels = Counter(label for one in some for label, _ in one.labels)
         if role != "train" and len(labels) == 1 and len(some) >= ENOUGH:
             yield f"{source}: every {role} label is {next(iter(labels))}: the scores say little"

@@ -35,6 +35,7 @@ CLASSES = {
     "fill-mask": transformers.BertForMaskedLM,
     "embed": transformers.BertModel,
 }
+FILES_OF_MODELS = (".json", ".txt", ".safetensors", ".bin")
 NEW_HEADS = ("classifier.", "bert.pooler.")  # weights that fine-tuning may lack at its start
 
 transformers.logging.set_verbosity_error()  # `load_weights` reports missing weights in one line
@@ -65,9 +66,10 @@ def locate(name: str, flag: str = "--model") -> str:
     """
     path = Path(name)
     with reading(path, f"{flag} {name}"):
-        if path.is_dir() and (pipes := [file for file in path.iterdir() if file.is_fifo()]):
-            raise UserError(f"{flag} {pipes[0]} is a pipe: give a file, which can be read again")
         for inside in (path, latest_folder(path / "best"), latest_folder(path / "checkpoints")):
+            files = [file for file in inside.glob("*") if file.suffix in FILES_OF_MODELS]
+            if pipes := [file for file in files if file.is_fifo()]:
+                raise UserError(f"{flag} {pipes[0]} is a pipe: give a file, which can be read again")
             if (inside / "config.json").is_file():
                 return str(inside)
         there = path.exists()

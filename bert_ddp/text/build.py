@@ -74,11 +74,7 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
         "settings": asdict(settings),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    odd = list(_odd(settings, unknown, begins, labels, special["cls"]))
-    if not odd and repeated.share > MANY_REPEATED:  # else that is why
-        names = " ".join(settings.corpus)
-        odd.append(f"{repeated.share:.0%} of the text that is held out is trained on too: is it twice in {names}?")
-    return odd
+    return list(_odd(settings, unknown, begins, labels, special["cls"], repeated.share))
 
 
 def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) -> dict[str, float]:
@@ -108,14 +104,24 @@ def _noted(
 
 
 def _odd(
-    settings: Settings, unknown: dict[str, float], begins: Counter[int], labels: Counter[int], cls: int
+    settings: Settings,
+    unknown: dict[str, float],
+    begins: Counter[int],
+    labels: Counter[int],
+    cls: int,
+    repeated: float,
 ) -> Iterator[str]:
-    """What is odd about the corpus as a whole, in one line each."""
+    """What is odd about the corpus as a whole, in one line each. `repeated` is the part of the held-out text that is
+    trained on too."""
     corpus, held_out = ([Path(path) for path, *_ in files] for files in settings.files.values())
-    yield from sources.odd_files(corpus, held_out)
+    said = list(sources.odd_files(corpus, held_out))
     for name in {*settings.corpus} & {*(settings.held_out_corpus or ())}:
         if sources.is_no_file(name):
-            yield f"{name} is trained on and held out: its evaluation says nothing about other text"
+            said.append(f"{name} is trained on and held out: its evaluation says nothing about other text")
+    yield from said
+    if repeated > MANY_REPEATED and not any("trained on" in line for line in said):
+        both = " ".join([*settings.corpus, *(settings.held_out_corpus or ())])
+        yield f"{repeated:.0%} of the text that is held out is trained on too: is it twice in {both}?"
     names = " ".join(settings.corpus)
     for source, part in unknown.items():
         if part > MANY_UNKNOWN:

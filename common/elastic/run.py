@@ -107,6 +107,7 @@ class ElasticMembers(Members):
         assert self.state
         self.state.exchanged, self.state.noted = exchanged, []
         self.state.unwritten = []  # rank 0 wrote them when it opened the files
+        self.state.find_changing()
 
     def note_saved(self, saved_at: float) -> None:
         assert self.state

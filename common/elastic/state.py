@@ -11,9 +11,7 @@ import torch.distributed as dist
 from common.join.process_group import Group
 from common.state import Stateful, broadcast_tree, fill, on_cpu
 from common.uneven.guards.fingerprint import fingerprint
-from common.uneven.kept import Place, attributes, copied, is_plain, version
-
-FIRST_STEPS = 3  # after which layers have the attributes that they will have
+from common.uneven.kept import CPU, Place, attributes, is_on_cpu, is_plain, moved, version
 
 
 @dataclass
@@ -37,16 +35,19 @@ class InMemoryState:
         self.owners = [(f"{name}.".lstrip("."), layer) for name, layer in layers if layer._buffers]
         self.buffers: dict[str, torch.Tensor] = {}
         self.seen: dict[Any, tuple[Any, Any]] = {}  # the buffer or attribute itself, and its version
-        self._find_places()
-        for place, where in self.places:
-            self._has_changed(place, where[place[1]])
-        self.last_search = self.step + FIRST_STEPS
+        self.has_exchanged = False
+        self.find_changing()
         self.note_step(self.step, self.noted)
 
-    def _find_places(self) -> None:
-        """Of all plain attributes: to walk through a large model in each step would take longer than small steps do."""
+    def find_changing(self) -> None:
+        """Find the plain attributes that training changes. Once in each exchange: to look at all of a large model in
+        each step would take longer than small steps do."""
         layers = dict(self.model.named_modules())
-        self.places = [(place, vars(layers[place[0]])) for place in attributes(self.model)]
+        for place, value in attributes(self.model).items():
+            if self._has_changed(place, value) and self.has_exchanged:
+                self.attributes[place] = moved(value)
+        self.changing = [(place, vars(layers[place[0]])) for place in self.attributes if place[0] in layers]
+        self.has_exchanged = True
 
     def note_step(self, step: int, noted: list[Any]) -> None:
         """Optimizer step `step` is done; `noted` are the LocalSteps since the last exchange."""
@@ -55,15 +56,13 @@ class InMemoryState:
             for name, buffer in layer._buffers.items():
                 if buffer is not None and self._has_changed(prefix + name, buffer):
                     self.buffers[prefix + name] = buffer.detach().clone()
-        if step <= self.last_search:
-            self._find_places()
-        for place, where in self.places:
+        for place, where in self.changing:
             value = where.get(place[1])
             if is_plain(value) and self._has_changed(place, value):
-                self.attributes[place] = copied(value)
+                self.attributes[place] = moved(value)
 
     def _has_changed(self, name: Any, value: Any) -> bool:
-        before, version_before = self.seen.get(name, (None, None))
+        before, version_before = self.seen.get(name, (self, None))
         now = version(value)
         self.seen[name] = value, now
         return value is not before or now != version_before
@@ -99,17 +98,20 @@ def restore_from_members(
             fill(stateful, on_cpu(mine.states[name].state_dict()))
     if min(known) < step:
         _send(model, states, ahead, group)
-    rest: list[Any] = [None, None]
+    rest: list[Any] = [None, None]  # steps; by place, (value on the CPU, whether it was there)
     if mine and group.worker.rank == ahead:
         # What ranks do not have alike is made of each one's own samples, and none of the optimisation's state.
         alike = [place for place, mark in kept.items() if all(one.get(place) == mark for one in of_ahead)]
-        rest = [mine.last_steps(), {place: copied(mine.attributes[place], torch.device("cpu")) for place in alike}]
+        values = {place: mine.attributes[place] for place in alike}
+        rest = [mine.last_steps(), {place: (moved(one, CPU), is_on_cpu(one)) for place, one in values.items()}]
     dist.broadcast_object_list(rest, src=ahead)
     layers = dict(model.named_modules())
-    for (layer_name, name), value in rest[1].items():
-        layers[layer_name].__dict__[name] = copied(value, group.device)
+    restored = {place: moved(value, CPU if stays else group.device) for place, (value, stays) in rest[1].items()}
+    for (layer_name, name), value in restored.items():
+        if layer_name in layers:  # else a forward will make that layer
+            layers[layer_name].__dict__[name] = value
     saved_at = mine.saved_at if mine else time.perf_counter()
-    return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at, attributes=rest[1])
+    return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at, attributes=restored)
 
 
 def _send(model: torch.nn.Module, states: dict[str, Stateful], source: int, group: Group) -> None:

@@ -80,7 +80,8 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     """
     alone = worker.world_size == 1
     name_worker(worker)
-    _say_warnings(worker)
+    places = [worker]  # this process's place now
+    _say_warnings(places)
     # When this process is killed, Python frees the semaphores of its loaders: that needs no warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     if supervisor:  # a forked worker has its supervisor's handlers
@@ -93,7 +94,6 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
         _end_with_parent(worker, supervisor or os.getppid())
     elif not alone:  # nobody could end this process while it waits in a collective, where Python handles no signal
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    places = [worker]  # this process's place now
     try:
         _train(target, places, args)
     except (ExplainedError, KeyboardInterrupt) as error:
@@ -106,13 +106,13 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     sys.exit(0)
 
 
-def _say_warnings(worker: Worker) -> None:
+def _say_warnings(places: list[Worker]) -> None:
     """From now on, what guards warn of is one line, tagged with the rank, and not a line of this project's code."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, GuardWarning):
-            say(f"warning: {message}", worker.rank)
+            say(f"warning: {message}", places[-1].rank)
         else:
             show_others(message, category, *where, **more)
 

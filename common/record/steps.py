@@ -10,6 +10,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.options.timer import StepTimer
 
+Rate = float | torch.Tensor
 SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
 OF_STEPS = ("loss", "grad_norm", "count", "rates", "loading", "compute", "exchange")  # times in milliseconds
 OTHER_COUNT = (
@@ -31,18 +32,15 @@ class LocalStep:
     loss: torch.Tensor  # this rank's part of it: what its backward has had
     global_loss: torch.Tensor | None  # of all ranks, where that is known already
     count: float  # what each rank's summed loss was divided by
-    rates: Sequence[float | torch.Tensor]  # learning rates of all groups of parameters; the first one is shown
+    lr: Rate  # of the first group of parameters
+    rates: Rate  # the sum of those of all groups
     grad_norm: torch.Tensor
-
-    @property
-    def lr(self) -> float:
-        return float(self.rates[0])
 
     def as_global(self) -> "GlobalStep | None":
         """This step as all ranks know it; None where this rank does not know the loss of all."""
         if self.global_loss is None:
             return None
-        return GlobalStep(self.step, float(self.global_loss), self.lr, float(self.grad_norm))
+        return GlobalStep(self.step, float(self.global_loss), float(self.lr), float(self.grad_norm))
 
 
 @dataclass(slots=True)
@@ -93,7 +91,7 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     losses = torch.stack([one.loss for one in noted])
     norms = torch.stack([one.grad_norm for one in noted]).detach().to(losses)
     numbers = [
-        [one.count, sum(map(float, one.rates)), took.loading, took.compute, took.exchange, *now.values()]
+        [one.count, float(one.rates), took.loading, took.compute, took.exchange, *now.values()]
         for one, took in zip(noted, timer.take(), strict=True)
     ]
     mine = torch.cat([torch.stack([losses, norms]), losses.new_tensor(numbers).T])  # (names, steps)
@@ -108,7 +106,7 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
     sums, largest = found["loss"].sum(dim=0).tolist(), found["grad_norm"].max(dim=0).values.tolist()
     done = [
-        GlobalStep(one.step, loss if one.global_loss is None else float(one.global_loss), one.lr, norm)
+        GlobalStep(one.step, loss if one.global_loss is None else float(one.global_loss), float(one.lr), norm)
         for one, loss, norm in zip(noted, sums, largest, strict=True)
     ]
     return ExchangedSteps(done, found, {name: found[name][:, 0].tolist() for name in now}, took_here)

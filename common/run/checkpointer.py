@@ -69,8 +69,6 @@ class Checkpointer:
             )
         # In another folder than "checkpoints", the weights of one step alone.
         states, keep = (self.states, self.options.flags["keep"]) if into == "checkpoints" else ({}, 1)
-        if self.averages:
-            self.averages.require_given(self.states)
         self.compare(step, states)
         log, others_wait = self.log, self.group.others_wait(f"rank 0, which saves step {step}")
         with log.timer.span("checkpoint"), log.clock.saving(), others_wait, log.writing():
@@ -82,6 +80,8 @@ class Checkpointer:
         if states:
             self.saved_step, self.write_extra = step, write_extra
         self.members.note_saved(log.clock.saved_at)
+        if self.averages:
+            self.averages.require_given(self.states)
 
     def finish(self) -> None:
         """Wait until rank 0 has written the last checkpoint. Every rank must call this."""

@@ -13,7 +13,7 @@ from common.errors import RunError
 from common.record import wording
 from common.record.clock import Clock, seconds_between_exchanges
 from common.record.output import Output
-from common.record.steps import ExchangedSteps, LocalStep, exchange_steps
+from common.record.steps import ExchangedSteps, LocalStep, Rate, exchange_steps
 from common.record.trace import Trace
 from common.record.trace_files import write_trace
 from common.run.suspicious import evaluation_lines, first_step_lines, not_finite_lines
@@ -87,7 +87,7 @@ class StepLog:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def note(self, step: int, rates: Sequence[float | torch.Tensor], grad_norm: torch.Tensor, count: float) -> None:
+    def note(self, step: int, lr: Rate, rates: Rate, grad_norm: torch.Tensor, count: float) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
         Its loss is what backward has had; `count` is what the sum over all ranks was divided by.
@@ -97,7 +97,7 @@ class StepLog:
             self.trace.end_step(step)
         loss, global_loss, is_asked_for = self.precision.take_losses()
         self.is_asked_for = is_asked_for or (self.is_alone and self.asks())
-        self.noted.append(LocalStep(step, loss, global_loss, count, rates, grad_norm))
+        self.noted.append(LocalStep(step, loss, global_loss, count, lr, rates, grad_norm))
         self.members.note_step(step, self.noted)
 
     @property

@@ -6,6 +6,7 @@ that come and go, nodes that train by themselves, shares by speed, the largest m
 
 import contextlib
 import functools
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -70,7 +71,7 @@ class Run:
         self.facts: dict[str, object] = {}  # further lines of the header
         self.states: dict[str, Stateful] = {}  # what a checkpoint has besides the weights
         self.evaluation_is_due = self.checkpoint_is_due = False  # now, before the next step
-        self.rates: list[float | torch.Tensor] = []  # of the step that is not noted yet
+        self.rates: list[float | torch.Tensor] = []  # of all groups of parameters, in the step that is not noted yet
         self.held_out: list[EvaluationLoader] = []
         self.summary: dict[str, object] = {}  # what the last row of metrics.jsonl has besides what each run has
         self.stopped_clock = contextlib.ExitStack()  # for an evaluation that is due
@@ -202,7 +203,9 @@ class Run:
         Raises UserError where the step before has had no `end_step`.
         """
         order.before_optimizer_step(self, optimizers)
-        self.rates = [group["lr"] for one in optimizers for group in one.param_groups]
+        rates = [group["lr"] for one in optimizers for group in one.param_groups]
+        # Copies, because a scheduler writes into tensors; None, as Adafactor has it, is no number that could be noted.
+        self.rates += [math.nan if rate is None else rate + 0.0 for rate in rates]
         which = self.model if model is None else model
         self.grad_norm = self.precision.step(which, clip_norm, *optimizers, round_of_checks=self.batches.timer.round)
 
@@ -216,7 +219,7 @@ class Run:
         batch, self.step = self.batches.last, self.batches.last.step + 1
         ends = self.step == self.total_steps or self.ending.ends_run
         evaluates = self.nodes.end_step(wants_evaluation(self, self.step), now=ends)
-        self.log.note(self.step, self.rates, self.grad_norm, batch.global_count)
+        self.log.note(self.step, self.rates[0], sum(self.rates), self.grad_norm, batch.global_count)
         self.rates = []
         self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
         find_due(self, evaluates)

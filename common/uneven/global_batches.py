@@ -48,12 +48,21 @@ class StepBatch:
     timer: StepTimer
 
     def micro_batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty."""
+        """Yield pieces of the part, on the device, each with `is_last`: at least one, perhaps empty.
+
+        Raises UserError after a piece with which the loop has waited for other ranks, but for the last one.
+        """
         self.timer.is_cutting = True
         try:
-            for piece in self.pieces():
-                self.timer.collectives = collectives()
-                yield piece
+            for piece, is_last in self.pieces():
+                before = collectives()
+                yield piece, is_last
+                if not is_last and collectives() != before:
+                    raise UserError(
+                        "the loop over the micro-batches has waited for other ranks, in forward, in the loss or beside "
+                        "them, but ranks have different numbers of micro-batches: do it once, before that loop "
+                        "(batch.sum_over_ranks), or leave out --micro-batch"
+                    )
         finally:
             self.timer.is_cutting = False
 

@@ -7,33 +7,44 @@ from typing import Any
 import torch
 
 Place = tuple[str, str]  # the names of a layer and of its attribute
+OF_EVERY_LAYER = vars(torch.nn.Module()).keys()
+MOST_NUMBERS = 1 << 20  # in a tensor: more are what a forward has made, such as an attention that is looked at
+MOST_VALUES = 100  # in a list
+CPU = torch.device("cpu")
 
 
 def attributes(net: torch.nn.Module) -> dict[Place, Any]:
-    """What layers keep as plain attributes: numbers, None, tensors, and lists and tuples of these. What belongs to the
-    graph of a forward is none of it: it goes with the graph."""
+    """What layers keep as plain attributes: numbers, None, small dense tensors, and short lists and tuples of these.
+    What belongs to the graph of a forward is none of it: it goes with the graph."""
     return {
         (layer_name, name): value
         for layer_name, layer in net.named_modules()
         for name, value in vars(layer).items()
-        if is_plain(value)
+        if name not in OF_EVERY_LAYER and is_plain(value)
     }
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value is of a kind that `attributes` returns."""
     if isinstance(value, torch.Tensor):
-        return not value.requires_grad
+        return not value.requires_grad and value.layout == torch.strided and value.numel() <= MOST_NUMBERS
     if type(value) in (list, tuple):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (int, float)
+        return len(value) <= MOST_VALUES and all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float)
 
 
-def copied(value: Any, device: torch.device | None = None) -> Any:
+def moved(value: Any, device: torch.device | None = None) -> Any:
     """A copy of what `attributes` has, its tensors on `device`, or where they are."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device or value.device, copy=True)
-    return type(value)(copied(one, device) for one in value) if type(value) in (list, tuple) else value
+    return type(value)(moved(one, device) for one in value) if type(value) in (list, tuple) else value
+
+
+def is_on_cpu(value: Any) -> bool:
+    """Whether all tensors of what `attributes` has are on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.device == CPU
+    return all(map(is_on_cpu, value)) if type(value) in (list, tuple) else True
 
 
 def version(value: Any) -> Any:
@@ -45,18 +56,21 @@ def version(value: Any) -> Any:
 
 @contextlib.contextmanager
 def unchanged(net: torch.nn.Module) -> Iterator[None]:
-    """What forwards in the body change besides parameters is put back: buffers and plain attributes."""
-    buffers = [(one, one._version, one.clone()) for one in net.buffers()]
-    before = {place: copied(value) for place, value in attributes(net).items()}
+    """What the body changes in a model besides parameters and submodules is put back: its layers have the same buffers
+    and attributes as before, and lists and dense tensors among these the same content."""
+    owned = [(own, own.copy()) for layer in net.modules() for own in (vars(layer), layer._buffers)]
+    values = [value for _, before in owned for value in before.values()]
+    lists = [(one, one.copy()) for one in values if type(one) is list]
+    dense = {id(one): one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided}
+    tensors = [(one, one.detach().to(CPU, copy=True)) for one in dense.values() if not one.requires_grad]
     try:
         yield
     finally:
-        layers = dict(net.named_modules())
-        for layer_name, name in attributes(net).keys() - before.keys():
-            delattr(layers[layer_name], name)
-        for (layer_name, name), value in before.items():
-            layers[layer_name].__dict__[name] = value
-        with torch.no_grad():
-            for buffer, version, kept in buffers:
-                if buffer._version != version:
-                    buffer.copy_(kept)
+        for own, before in owned:
+            own.clear()
+            own.update(before)
+        for values, items in lists:
+            values[:] = items
+        for one, content in tensors:
+            if not torch.equal(one.detach().to(CPU), content):
+                one.data.copy_(content)  # a guard has seen that it was written to, and need not see this

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from common.errors import GuardWarning, UserError
 from common.uneven.guards.gradient_watch import GradientWatch, Versions
-from common.uneven.guards.same import collectives, require_same_network
+from common.uneven.guards.same import require_same_network
 from common.uneven.guards.state import ModelState
 from common.uneven.guards.words import shown
 from common.uneven.options.global_batch import needs_whole_parts
@@ -60,8 +60,6 @@ class Guard:
         if is_last and len(self.models) > 1 and dist.get_world_size() > 1:
             # A rank that skips one would add to another's sums.
             require_same_network(self.number, self.timer.device, self.ranks)
-        if not is_last and collectives() != self.timer.collectives:
-            raise _collective_in_loop()
         self.exchanges = 0
 
     def end_micro_batch(self, is_last: bool) -> None:
@@ -69,9 +67,6 @@ class Guard:
         if self.exchanges > 1:
             raise _summed_twice()
         self.watched.end_backward()
-        if not is_last and collectives() != self.timer.collectives:
-            raise _collective_in_loop()
-        self.timer.collectives = collectives()
         for guard, before in self.others:
             guard.watched.require_untouched(before, guard.net)
         self.watched.end_micro_batch(is_last, self.looks)
@@ -166,13 +161,6 @@ def _summed_twice() -> UserError:
         "the gradients of this step would be summed over the ranks twice: add up the losses of a micro-batch and call "
         "backward once; write `enabled=not is_last` in the `with model.no_sync` around it; or give all of its "
         "backwards but the last a `with model.no_sync():` of their own, without enabled="
-    )
-
-
-def _collective_in_loop() -> UserError:
-    return UserError(
-        "forward, the loss or the loop has waited for other ranks in a micro-batch, of which ranks have different "
-        "numbers: do it once, before them (batch.sum_over_ranks), or leave out --micro-batch"
     )
 
 

@@ -59,7 +59,6 @@ class StepTimer:
         self.item = 0  # items of the loader so far
         self.has_reduced = False  # since the last one
         self.is_cutting = False  # within the loop over the micro-batches of one
-        self.collectives = 0  # that this rank has begun in the group of all, before the micro-batch that runs
         # To look at each parameter in each step would take longer than small steps do. So guards look at all of them
         # once in each round: each of the first steps is one, and then the clock or `begin_checks` begins another.
         self.round = 0
