@@ -19,14 +19,14 @@ BEGINNING = 256  # bytes of a file
 
 
 @contextlib.contextmanager
-def reading(path: Path, name: str, may_be_pipe: bool = False) -> Iterator[None]:
+def reading(path: Path, name: str, may_be_pipe: bool = False, may_be_packed: bool = False) -> Iterator[None]:
     """The body reads a file of others, or looks for it. Raises UserError where the system does not let it, and where
     the file is only a pointer of git-lfs, or packed: it would read as text, or as damaged; and for a pipe, which can be
     read once only, and not at all while nobody writes into it. `name` is the file with its flag."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()  # since Python 3.14, `exists` and its like hide why a path cannot be looked at
-        refuse_stand_in(path, name)
+        refuse_stand_in(path, name, may_be_packed)
         with contextlib.ExitStack() as opened:
             if path.is_fifo():
                 if not may_be_pipe:
@@ -49,7 +49,7 @@ def _written(pipe: Path, name: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def refuse_stand_in(path: Path, name: str) -> None:
+def refuse_stand_in(path: Path, name: str, may_be_packed: bool = False) -> None:
     """Raise UserError for a pointer of git-lfs, and for a file that is packed; OSError where it cannot be read."""
     if not path.is_file():
         return
@@ -57,7 +57,7 @@ def refuse_stand_in(path: Path, name: str) -> None:
         first = file.read(20)
     if first.startswith(b"version https://git-"):
         raise UserError(f"{name} is a git-lfs pointer and not the file itself: fetch it with `git lfs pull`")
-    if first.startswith(b"\x1f\x8b\x08"):
+    if first.startswith(b"\x1f\x8b\x08") and not may_be_packed:
         raise UserError(f"{name} is packed with gzip: unpack it with `gunzip`")
 
 

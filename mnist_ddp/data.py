@@ -29,6 +29,7 @@ FILES = {  # of MNIST and the data sets of its kind: name -> shape
 }
 MOST_NAMED = 4  # files of other names
 MOST_ALIKE = 0.9  # part of a set's labels
+ENDS = 20  # images of one grey level, as where a download has stopped
 LOOKED_AT = 1000  # images of a set
 FEW_ALIKE = 8  # of these, on average
 FEW_IMAGES = 200  # which say nothing about their labels
@@ -107,7 +108,8 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
     first, middle = images[:, 0, 0], images[:, images.shape[1] // 2]  # the row that tells most images apart
     maybe = (middle == first[:, None]).all(dim=1).nonzero().flatten()
     empty = maybe[(images[maybe] == first[maybe, None, None]).flatten(1).all(dim=1)]
-    if len(empty) > len(images) / 10:
+    ends = bool((images[-ENDS:] == images[-1, 0, 0]).all()) and len(images) > LOOKED_AT
+    if len(empty) > len(images) / 10 or ends:
         raise UserError(
             f"--data-dir {folder}: {len(empty):,} of {len(images):,} images of the {what} set are of one grey level, "
             f"the first of them image {int(empty[0]) + 1:,}: copy the files again"
@@ -226,7 +228,12 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     if data is None:
         raise FileNotFoundError(path)
     header = b"".join(number.to_bytes(4) for number in (0x800 + len(shape), *shape))
-    expected = len(header) + math.prod(shape)
+    expected = _size(shape)
+    others = [
+        name for name, other in FILES.items() if len(other) == len(shape) and _size(other) == len(data) != expected
+    ]
+    if others:
+        raise UserError(f"{path} has {len(data):,} bytes, as {others[0]} should have: are their names exchanged?")
     if len(data) != expected:
         raise UserError(f"{path} is damaged: {len(data):,} bytes, not {expected:,}: delete it and start again")
     if not data.startswith(header):
@@ -235,6 +242,11 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     if len(shape) == 1 and values.max() > 9:
         raise UserError(f"{path} is damaged: it holds the label {values.max()}, not 0 to 9: delete it and start again")
     return values
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    """Bytes of an IDX file."""
+    return 4 + 4 * len(shape) + math.prod(shape)
 
 
 def _reason(error: Exception) -> str:

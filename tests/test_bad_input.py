@@ -190,6 +190,23 @@ def test_a_data_file_that_stands_for_another_is_not_called_damaged(content, said
     assert said in loaded(folder, monkeypatch)
 
 
+def test_files_whose_names_were_exchanged_are_not_called_damaged(tmp_path, monkeypatch):
+    raw = mnist_files(tmp_path) / "MNIST" / "raw"
+    names = [raw / f"{part}-images-idx3-ubyte" for part in ("train", "t10k")]
+    names[0].rename(raw / "aside")
+    names[1].rename(names[0])
+    (raw / "aside").rename(names[1])
+    said = loaded(tmp_path, monkeypatch)
+    assert "has 7,840,016 bytes, as t10k-images-idx3-ubyte should have: are their names exchanged?" in said
+
+
+def test_images_that_end_in_nothing_are_refused(tmp_path, monkeypatch):
+    path = mnist_files(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    content = path.read_bytes()
+    path.write_bytes(content[: -5000 * 784] + bytes(5000 * 784))
+    assert "images of the training set are of one grey level, the first of them image" in loaded(tmp_path, monkeypatch)
+
+
 def test_a_download_that_breaks_off_is_not_blamed_on_the_folder(tmp_path, monkeypatch):
     def break_off(*args, **kwargs):
         raise http.client.IncompleteRead(b"")

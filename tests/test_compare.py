@@ -280,7 +280,7 @@ def test_runs_without_their_first_steps_are_not_judged_by_them(tmp_path):
 @pytest.mark.parametrize("text, message", [
     (None, "there is no such file or folder: name the --out-dir of a run"),
     ("", "has no losses of training steps"),
-    ("{\n", "line 1 is not JSON"),
+    ("{\n", "line 1 is not a row of JSON: name a metrics.jsonl"),
     ("3\n", "line 1 is no row of a run"),
     ('{"kind": "eval", "step": 1, "loss": 2.0}\n', "has no losses of training steps"),
     ('{"kind": "train", "step": 7, "loss": 2.0}\n', "no step in common"),
@@ -296,18 +296,25 @@ def test_a_mistake_is_answered_in_one_line_with_code_2(text, message, tmp_path):
     assert message in result.output and len(result.output.splitlines()) == 1
 
 
+def test_a_run_beside_itself_is_refused(tmp_path):
+    metrics = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
+    result = compare(metrics, tmp_path)
+    assert result.code == 2 and "are the same run: name two" in result.output
+
+
 @pytest.mark.parametrize("text", ["{", '{"starts": [3]}', '{"starts": [{"flags": {}}]}', "[]"])
 def test_a_run_json_of_something_else_is_named(text, tmp_path):
     metrics = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
     (tmp_path / "run.json").write_text(text)
-    result = compare(metrics, metrics)
+    result = compare(metrics, tmp_path / "other.jsonl")
     assert result.code == 2, result.output
     assert "run.json is not what a run writes" in result.output
 
 
 def test_it_imports_nothing_heavy(tmp_path):
     metrics = write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0})
-    result = run("python", "-X", "importtime", "-m", "common.compare", metrics, metrics)
+    again = write(tmp_path / "again.jsonl", {"step": 1, "loss": 2.0})
+    result = run("python", "-X", "importtime", "-m", "common.compare", metrics, again)
     assert result.code == 0, result.output
     assert not imported(result.output) & {"torch", "numpy", "matplotlib"}
 

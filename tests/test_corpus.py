@@ -617,7 +617,7 @@ def test_nothing_is_odd_about_usual_text(folder, tmp_path, capsys):
 def test_shards_of_another_vocabulary_and_labels_that_teach_nothing_are_said(tmp_path, capsys):
     write_shard(tmp_path / "shards" / "a.hdf5")
     load_shards(tmp_path, "--objective", "mlm+nsp")
-    _, first, second = said_of(capsys)
+    _, first, second, _ = said_of(capsys)
     assert first.startswith(f"8 rows of {tmp_path / 'shards'} do not begin with [CLS]: is --vocab the one")
     assert second.startswith(f"every row of {tmp_path / 'shards'} has the same next_sentence_labels: ")
 
@@ -636,6 +636,35 @@ def test_masks_that_cannot_be_are_named(change, said, tmp_path):
     write_shard(tmp_path / "shards" / "a.hdf5", **change)
     with pytest.raises(UserError, match=rf"a.hdf5, row 0: .*{said}"):
         load_shards(tmp_path, "--masking", "stored")
+
+
+def test_padding_that_counts_as_text_is_named(tmp_path):
+    ids = np.full((4, 16), 5, "i4")
+    ids[:, 12:] = 0
+    write_shard(tmp_path / "shards" / "a.hdf5", input_ids=ids)
+    with pytest.raises(UserError, match=r"a.hdf5, row 0: input_mask is 1 for a \[PAD\]"):
+        load_shards(tmp_path)
+
+
+def test_shards_without_masks_or_second_segments_are_said(tmp_path, capsys):
+    write_shard(tmp_path / "shards" / "a.hdf5", input_ids=np.full((4, 16), 6, "i4"))
+    load_shards(tmp_path, "--masking", "stored", "--objective", "mlm+nsp")
+    said = "\n".join(said_of(capsys))
+    assert "has a [MASK], so the model sees what it is to predict" in said and "has a second segment" in said
+
+
+def test_numbers_of_words_in_place_of_text_are_said(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"101 {number} 2003 102 7" for number in range(300)))
+    load(tmp_path, "--sequence-length", 16, "--vocab-size", 300)
+    assert any("has hardly a word with a letter" in line for line in said_of(capsys))
+
+
+def test_a_vocabulary_with_capitals_that_nothing_reaches_is_said(folder, tmp_path, capsys):
+    words = [*vocabulary.SPECIAL, *dict.fromkeys(TEXT.split()), *dict.fromkeys(TEXT.title().split())]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    for flags, said in (((), 1), (("--cased",), 0)):
+        load(folder, "--sequence-length", 16, "--vocab", tmp_path / "vocab.txt", "--cache-dir", tmp_path, *flags)
+        assert sum("which need --cased" in line for line in said_of(capsys)) == said
 
 
 def test_a_data_set_that_is_trained_on_and_held_out_is_said(tmp_path, capsys):

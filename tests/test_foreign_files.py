@@ -198,6 +198,15 @@ def test_a_word_whose_number_the_model_has_no_place_for_is_refused(model, tmp_pa
         open_pretrained(str(at))
 
 
+def test_a_folder_with_one_file_of_a_tokenizer_is_a_vocabulary(model, tmp_path):
+    whole = load_vocabulary(str(model)).get_vocab()
+    for name in ("vocab.txt", "tokenizer.json"):
+        (tmp_path / name).mkdir()
+        shutil.copy(model / name, tmp_path / name / name)
+        found = load_vocabulary(str(tmp_path / name))
+        assert found.get_vocab() == whole and found.mask_token == "[MASK]"
+
+
 def test_words_that_are_spaces_to_unicode_only_are_words(tmp_path):
     words = [*SPECIAL, "the", "\u3000", "\u2028", "fox"]
     (tmp_path / "vocab.txt").write_bytes("\n".join(words).encode())
@@ -407,6 +416,7 @@ def test_a_loss_that_is_no_number_is_refused_by_step(loss, tmp_path):
 
 
 TWICE = '{"kind": "train", "step": 3, "loss": 2.0}\n{"kind": "train", "step": 3, "loss": 1.0}\n'
+ENDED = '{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "summary", "step": 1}\n'
 NOT_OF_A_RUN = [
     (TWICE, "the train row of step 3 is there twice, with losses 2.0 and 1.0: is it of two runs?"),
     ('{"kind": "train", "step": -3, "loss": 2.0}\n', "the train row of step -3 has a number that no run writes"),
@@ -415,6 +425,7 @@ NOT_OF_A_RUN = [
     ('{"kind": ["train"], "step": 3}\n', "line 1 is no row of a run"),
     ('{"kind": "ranks", "step": 3, "training_seconds": []}\n', "line 1 is no row of a run"),
     ("version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
+    (ENDED + ENDED, "begins again at step 1 after a run has ended in it: is it of two runs?"),
 ]
 
 

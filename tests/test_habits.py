@@ -32,6 +32,10 @@ REFUSED = [
     ({BACKWARD: "(loss_sum / batch.global_count).backward()"}, "this step has had no run.backward"),
     ({STEP: f"            optimizer = AdamW(net.parameters())\n{STEP}"}, "AdamW changes .*, but run.resume.. was not"),
     ({"optimizer=optimizer, scheduler": "scheduler"}, "AdamW changes .*, but run.resume.. was not given"),
+    (
+        {BACKWARD: f"{BACKWARD}\n                    run.backward(net.features[0].weight.sum())"},
+        "the gradients of this step would be summed over the ranks twice: add up the losses",
+    ),
     ({WRAP: f"        run.wrap(net, compute_loss)\n{WRAP}"}, "run.wrap.. twice: a run has one model"),
     ({"untrained_loss=math": "find_unused_parameters=True, untrained_loss=math"}, "has no find_unused_parameters"),
     ({NEXT_STEP: f"            net.features.requires_grad_(run.step < 5)\n{NEXT_STEP}"}, "was frozen after wrap"),

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 
 from bert_ddp.finetune import data, scores
 from bert_ddp.finetune.encoding import encode_sentences
@@ -15,6 +16,7 @@ from bert_ddp.finetune.examples import Sentence
 from bert_ddp.finetune.files import read_conll
 from bert_ddp.finetune.rows import IGNORE, of_labelled
 from bert_ddp.finetune.sources import DataOptions, find_sources, read_sentences, read_texts
+from bert_ddp.finetune.whole import odd as odd_as_a_whole
 from bert_ddp.text.pieces import Pieces
 from common.errors import RunError, UserError
 from common.uneven.options.token_balance import (
@@ -434,6 +436,17 @@ WRONG_TEXTS = [
     ("a.csv", table(" ,x", ",y"), "every text is blank (column text)"),
     ("a.csv", table("a;x", header="text;label"), "among text;label: a .csv has commas between its columns"),
     ("a.tsv", table("a,x"), "among text,label: a .csv has commas between its columns, a .tsv tabs"),
+    ("a.csv", table("a, b;x", header="text;label"), "more fields than the header's 1: a .csv has commas between"),
+    ("a.tsv", '"text"\t"label"\n"a"\t"x"\n', "line 1: a quote is a character like any other in a .tsv"),
+    ("a.csv", table('"he said \\"no\\", twice",x'), "line 2: a quote within a text between quotes: write it twice"),
+    ("a.csv", table("a,x", "b\rc,y"), "line 3: there is a CR within the line"),
+    ("a.csv", table("a,x", "\ufefftext,label", "b,y"), "line 3: the header once more"),
+    ("a.csv", table("a,x", "label,text", "y,b"), "line 3: the header once more"),
+    (
+        "a.jsonl",
+        json.dumps('{"text": "a", "label": 1}'),
+        "it is a text that holds JSON: unpack it with `jq -c fromjson`",
+    ),
     ("a.csv", table("one,x", header="a film,good"), "the first line of a table names its columns"),
     ("a.csv", table("a,b,x", header="text,text,label"), "line 1: two columns are called 'text': rename one"),
     ("a.csv", "text,label\ra,x\rb,y\r", "there is a CR within the line"),
@@ -517,13 +530,14 @@ ODD_WORDS = [
     (TWELVE, TWELVE + "\nben O\n", "12 of 13 dev examples are in the training data too"),
     (TWELVE, conll("anna/B-person went/O", *["ben/O"] * 3).replace("\n", "\n\n"), ""),
     (TWELVE, conll(*["ben/O went/O"] * 11), "every dev label is O"),
-    (conll(" ".join(SET * 5)), conll("ben/O"), "train.conll is one sentence of 30 words"),
+    (conll(" ".join(SET * 15)), conll("ben/O"), "train.conll is one sentence of 90 words"),
     (TWELVE.replace("\n", "\n\n"), conll("ben/O"), "train.conll: every sentence has one word"),
     (TWELVE + "\nnew york B-place\n", conll("ben/O"), "line 61 has 3 columns, most lines have 2"),
-    (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case or spaces alone: B-person, B-Person"),
+    (TWELVE + "\nben B-Person\n", conll("ben/O"), "labels differ in case, spaces or marks alone: B-person, B-Person"),
     (TWELVE, conll("\u4e2d\u6587/O \u4e2d/O"), "100% of its tokens are not in the vocabulary"),
     (conll("anna/I-person went/O", "ben/I-person"), conll("ben/O"), ""),
     (conll("anna/I-person ben/B-person"), conll("ben/O"), ""),  # IOB1: B- separates
+    (TWELVE, conll(" ".join(["ben/O"] * 21)), ""),
     (TWELVE + "\n" + TWELVE, conll("ben/O"), "24 of 24 train examples are the same: 'anna went to rome'"),
     (TWELVE + "\nben I-person\n", conll("ben/O"), "line 61: 1 entities begin with I-, 24 with B-"),
 ]
@@ -539,9 +553,11 @@ ODD_TEXTS = [
     (table(*many("text {n},{odd}"), ",1"), "line 32: the text is blank, as in 1 of 31 examples"),
     ("sentence1,sentence2,label\n" + "".join(f"text {n},,{n % 2}\n" for n in range(12)), "the second text of each"),
     (table(*many("text {n},{odd}", 20), *many("same,1", 21)), "21 of 41 train examples are the same: 'same'"),
+    (table(*many("text {n},x{odd}"), "a,x1\u200b"), "case, spaces or marks alone: x1, 'x1\\u200b'"),
+    (table(*many("text {n},caf\u00e9{odd}"), "a,cafe\u03011"), "marks alone: 'caf\\xe91', 'cafe\\u03011'"),
     (table(*many("text {n},{n}"), "a,1"), "has 30 classes in 31 examples"),
-    (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case or spaces alone: x1, X1"),
-    (table(*many("text {n},x {odd}"), "a,x  1"), "labels differ in case or spaces alone: x 1, x  1"),
+    (table(*many("text {n},x{odd}"), "a,X1"), "labels differ in case, spaces or marks alone: x1, X1"),
+    (table(*many("text {n},x {odd}"), "a,x  1"), "labels differ in case, spaces or marks alone: x 1, x  1"),
     (table(*many("text {n},{odd}"), *many("text {n},1")), "15 of 30 texts have several labels: can they be learnt?"),
     (
         table(*many("text {n},{odd}"), '"a\n' + "b\n" * 20 + 'c",1'),
@@ -564,6 +580,61 @@ def test_what_is_odd_about_labelled_texts_as_a_whole_is_said_in_one_line(train, 
     dev = "\n".join(train.splitlines()[:2])
     (note,) = notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev)
     assert said in note
+
+
+NO_WORDS = [
+    ("ner", conll(*["anna/B-person went/O ##to/O"] * 3), "words such as ##to are pieces of a tokenizer"),
+    ("ner", conll(*["[CLS]/O anna/B-person"] * 3), "words such as [CLS] are pieces of a tokenizer"),
+    ("ner", conll(*["a/B-x n/I-x"] * 19, *["b/O c/O"] * 19), "every word is one character"),
+    ("classify", table(*many("! {n},{odd}")), "no text has a letter, as '! 0': see --text-column"),
+    ("classify", table(*many('"""anna went to {n}""",{odd}')), 'between quotes, which are a part of them: "anna went'),
+]
+
+
+@pytest.mark.parametrize(("task", "text", "said"), NO_WORDS)
+def test_what_stands_in_place_of_words_is_said(task, text, said, tmp_path):
+    path = str(write(tmp_path / f"train.{'conll' if task == 'ner' else 'csv'}", text))
+    some = read_sentences(path, "train") if task == "ner" else read_texts(path, "train", None, None)
+    assert any(said in line for line in odd_as_a_whole({"train": some}, {"train": path}))
+
+
+def test_a_label_that_looks_like_another_is_named_with_its_marks(tmp_path, tokenizer):
+    train, dev = table(*many("text {n},caf\u00e9{odd}")), table("text,cafe\u03011")
+    said = r"dev.csv, line 2: the label 'cafe\\u03011' occurs in the training data with other case"
+    with pytest.raises(UserError, match=said):
+        notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev)
+
+
+def test_a_dev_set_with_one_example_of_each_class_is_usual(tmp_path, tokenizer):
+    train = table(*(f"text {number},x{number % 12}" for number in range(60)))
+    dev = table(*(f"more {number},x{number}" for number in range(12)))
+    assert notes(tmp_path, tokenizer, "classify", train__csv=train, dev__csv=dev) == []
+
+
+@pytest.mark.parametrize("names", [["neg", "pos"], ["pos", "neg"]])
+def test_a_parquet_file_with_its_classes_in_another_order_is_refused(names, tmp_path):
+    for split, own in (("train", ["neg", "pos"]), ("validation", names)):
+        features = Features({"text": Value("string"), "label": ClassLabel(names=own)})
+        rows = {"text": ["bad film", "good film"], "label": [own.index("neg"), own.index("pos")]}
+        Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    if names == ["neg", "pos"]:
+        assert [text.label for text in read_texts(f"hf:{tmp_path}", "dev", None, None)] == ["neg", "pos"]
+    else:
+        with pytest.raises(UserError, match=r"validation.parquet: its column label has the classes pos, neg, but"):
+            read_texts(f"hf:{tmp_path}", "dev", None, None)
+
+
+def test_a_folder_of_pointers_is_named(tmp_path):
+    (tmp_path / "train.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"train.parquet is a git-lfs pointer"):
+        read_texts(f"hf:{tmp_path}", "train", None, None)
+
+
+def test_a_word_that_datasets_takes_for_a_missing_value_is_said(tmp_path):
+    write(tmp_path / "train.csv", table("None,x", "b,y"))
+    with pytest.raises(UserError, match=r"is None, which is not text: in a .csv, `datasets` takes words such as None"):
+        read_texts(f"hf:{tmp_path}", "train", None, None)
+    assert read_texts(str(tmp_path / "train.csv"), "train", None, None)[0].text == "None"
 
 
 def test_a_test_set_that_is_the_dev_set_is_said(tmp_path, tokenizer):

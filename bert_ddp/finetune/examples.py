@@ -1,5 +1,6 @@
 """Labelled examples as they are read, before they are tokenized, and the names of their labels."""
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,12 @@ class Text:
         return [(self.label, self.place)]
 
 
+def bare(label: str) -> str:
+    """A label without what people do not see or mean: case, spaces, marks of no width, how characters are composed."""
+    visible = (one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
+    return " ".join("".join(visible).casefold().split())
+
+
 def label_names(train: Sequence[Sentence] | Sequence[Text]) -> list[str]:
     """All labels of the training data, sorted; O first for entities. Raises UserError where texts have one class."""
     names = {label for example in train for label, _ in example.labels}
@@ -60,5 +67,8 @@ def check_labels(examples: Sequence[Sentence] | Sequence[Text], names: Sequence[
     known = set(names)
     for label, place in (pair for example in examples for pair in example.labels):
         if label not in known:
+            if bare(label) in map(bare, names):
+                fix = "with other case, spaces, marks or composed characters: write it in one way"
+                raise UserError(f"{place}: the label {label!a} occurs in the training data {fix}")
             shown = ", ".join(names[:SHOWN_LABELS]) + (", ..." if len(names) > SHOWN_LABELS else "")
             raise UserError(f"{place}: the label {label!r} does not occur in the training data, which has {shown}")

@@ -6,7 +6,7 @@ Each reader raises UserError that names file and line where something is wrong.
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bert_ddp.finetune.examples import Sentence
@@ -18,6 +18,7 @@ TABLES = (".csv", ".tsv")
 JSON_LINES = (".json", ".jsonl")
 LONGEST_FIELD = 1 << 30  # characters; csv's own limit is that of a short document
 ONE_A_LINE = ": write one object for each line, as `jq -c '.[]'` does with an array"
+MARK = "\ufeff"  # with which some programs begin a file
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # JSON writes some characters as two halves
 HALF_READ = re.compile("[\ud800-\udfff]")
 CR_ENDS = r"there is a CR within the line: line ends must be LF or CR LF: convert them with `tr '\r' '\n'`"
@@ -76,23 +77,27 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
     try:
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         names = [name for name in reader.fieldnames if name]
+        if path.suffix.lower() == ".tsv" and names and all(name[:1] == name[-1:] == '"' for name in names):
+            raise UserError(f"{path}, line 1: a quote is a character like any other in a .tsv: save it without quotes")
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{path}, line 1: two columns are called {twice[0]!r}: rename one")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
                 more = "more" if None in row else "fewer"
-                raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames)}")
-            if [value.strip() for value in row.values()] == reader.fieldnames:
+                raise UserError(f"{place}: {more} fields than the header's {len(reader.fieldnames)}{delimiters(names)}")
+            if sorted(value.strip().lstrip(MARK) for value in row.values()) == sorted(reader.fieldnames):
                 raise UserError(f"{place}: the header once more: remove it, if two files were joined")
             yield place, row
             begins = reader.line_num
     except csv.Error as error:
-        line, reason = reader.line_num, str(error)
+        line, reason = reader.reader.line_num, str(error)
         if "new-line" in reason:
             reason = CR_ENDS
         elif "unexpected end" in reason:  # of the row that begins on the next line
             line, reason = begins + 1, "a quote that begins in this row is never closed"
+        elif "expected after" in reason:
+            reason = "a quote within a text between quotes: write it twice"
         raise UserError(f"{path}, line {line}: {reason}") from None
 
 
@@ -106,10 +111,21 @@ def _records_of_json_lines(path: Path) -> Iterator[tuple[str, dict]]:
             reason = CR_ENDS if "\r" in line else f"this is not JSON: {error}{_fix(line) if number == 1 else ''}"
             raise UserError(f"{path}, line {number}: {reason}") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: this is not a JSON object{ONE_A_LINE}")
+            fix = (
+                ": it is a text that holds JSON: unpack it with `jq -c fromjson`"
+                if isinstance(row, str)
+                else ONE_A_LINE
+            )
+            raise UserError(f"{path}, line {number}: this is not a JSON object{fix}")
         if HALF.search(line) and HALF_READ.search(json.dumps(row, ensure_ascii=False)):
             raise UserError(f"{path}, line {number}: half a character, such as of an emoji that was cut: complete it")
         yield f"{path}, line {number}", row
+
+
+def delimiters(names: Sequence[str]) -> str:
+    """What to do with a table that has one column, whose name holds what may separate others."""
+    is_other = len(names) == 1 and any(mark in names[0] for mark in ",;\t|")
+    return ": a .csv has commas between its columns, a .tsv tabs: convert it" * is_other
 
 
 def _fix(first: str) -> str:

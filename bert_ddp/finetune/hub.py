@@ -3,12 +3,14 @@
 A source is written `hf:name`, `hf:name,config` or `hf:folder`.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from common.errors import RunError, UserError
+from common.files import reading
 
 if TYPE_CHECKING:
     import datasets  # slow to import, and needed for hf: alone
@@ -53,8 +55,26 @@ def read_records(source: str, role: str) -> Iterator[tuple[str, dict]]:
     if split is None:
         raise UserError(f"{source} has {', '.join(splits)}, but no {role} split: name a file with --{role}")
     names = {column: _class_names(feature) for column, feature in splits[split].features.items()}
+    _require_names_of_files(source, split, names)
     for number, row in enumerate(splits[split]):
         yield f"{source}, {split} row {number}", {name: _named(value, names[name]) for name, value in row.items()}
+
+
+def _require_names_of_files(source: str, split: str, names: Mapping[str, list[str] | None]) -> None:
+    """Raise UserError where a Parquet file of a folder has other names for its class numbers than those that `datasets`
+    takes for all splits: those of the first one."""
+    from pyarrow import parquet
+
+    folder = Path(source.removeprefix("hf:").partition(",")[0])
+    for file in sorted(folder.rglob("*.parquet")) if folder.is_dir() else ():
+        noted = (parquet.read_schema(file).metadata or {}).get(b"huggingface", b"{}")
+        features = json.loads(noted).get("info", {}).get("features", {})
+        for column, own in ((column, feature.get("names")) for column, feature in features.items()):
+            if own and names.get(column) not in (None, own):
+                raise UserError(
+                    f"{file}: its column {column} has the classes {', '.join(own)}, but {split} is read with "
+                    f"{', '.join(names[column] or ())}: give all files the same classes in the same order"
+                )
 
 
 def _open(source: str) -> "datasets.DatasetDict":
@@ -63,6 +83,9 @@ def _open(source: str) -> "datasets.DatasetDict":
     from datasets.exceptions import DatasetsError
 
     name, _, config = source.removeprefix("hf:").partition(",")
+    for file in sorted(Path(name).rglob("*")) if Path(name).is_dir() else ():
+        with reading(file, str(file), may_be_packed=True):
+            pass
     try:
         return datasets.load_dataset(name, config or None)
     except OSError as error:

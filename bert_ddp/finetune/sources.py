@@ -172,8 +172,7 @@ def _column(row: dict, names: Sequence[str], place: str, flag: str) -> str:
     if found is None:
         has = ", ".join(map(str, row))
         fix = f": the first line of a table names its columns; name yours with {flag}" if flag.startswith("--") else ""
-        if len(row) == 1 and any(mark in has for mark in ",;\t|"):
-            fix = ": a .csv has commas between its columns, a .tsv tabs: convert it"
+        fix = files.delimiters(list(row)) or fix
         raise UserError(f"{place}: there is no column {' or '.join(names)} among {has}{fix}")
     return found
 
@@ -190,7 +189,12 @@ def _class(value: object, place: str, column: str) -> str:
 
 def _as_text(value: object, place: str, column: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{place}: column {column} is {value!r}, which is not text")
+        fix = ""
+        if value is None and hub.is_hub(place):
+            fix = (
+                ": in a .csv, `datasets` takes words such as None, NA and null for missing values: name the file itself"
+            )
+        raise UserError(f"{place}: column {column} is {value!r}, which is not text{fix}")
     return value
 
 

@@ -11,13 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from bert_ddp.finetune.examples import Sentence, Text
+from bert_ddp.finetune.examples import Sentence, Text, bare
 from common.errors import UserError
 
 ENOUGH = 10  # examples, from which a set as a whole says something
 NUMBER = re.compile(r"[+-]?[0-9]+([.][0-9]*)?")
 SHOWN = 40  # characters of an example
-MANY = 20  # of examples with a label each; of words in the one sentence of a set
+MANY = 20  # of examples with a label each
+LONG = 60  # words: more are rarely one sentence
+SPECIAL = ("[CLS]", "[SEP]", "[PAD]")
+QUOTED = re.compile(r"b'.*'|b\".*\"|\".*\"", re.DOTALL)  # as Python writes bytes, and a .csv a text
 
 
 def check_sentences(sentences: Sequence[Sentence], source: str, role: str) -> None:
@@ -84,7 +87,7 @@ def odd(examples: Mapping[str, Sequence[Sentence] | Sequence[Text]], sources: Ma
         if isinstance(some[0], Sentence):
             yield from _odd_sentences([one for one in some if isinstance(one, Sentence)], source)
         else:
-            yield from _odd_texts([one for one in some if isinstance(one, Text)], source)
+            yield from _odd_texts([one for one in some if isinstance(one, Text)], source, role)
 
 
 def _content(example: Sentence | Text) -> tuple:
@@ -92,9 +95,10 @@ def _content(example: Sentence | Text) -> tuple:
 
 
 def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
-    alike = Counter(map(_bare, labels))
-    if twice := [label for label in labels if alike[_bare(label)] > 1]:
-        yield f"{source}: labels differ in case or spaces alone: {', '.join(twice[:4])}"
+    alike = Counter(map(bare, labels))
+    if twice := [label for label in labels if alike[bare(label)] > 1]:
+        shown = ", ".join(label if label.isascii() else ascii(label) for label in twice[:4])
+        yield f"{source}: labels differ in case, spaces or marks alone: {shown}"
     if listed := [label for label in labels if label[:1] + label[-1:] == "[]"]:
         yield f"{source}: a label is {listed[0]}: a list of labels counts as one class"
     if missing := [label for label in labels if label.casefold() == "nan"]:
@@ -107,16 +111,19 @@ def _odd_labels(labels: Counter[str], source: str) -> Iterator[str]:
         yield f"{source}: one number is written in several ways, each a class: {', '.join(twice[:4])}"
 
 
-def _bare(label: str) -> str:
-    return " ".join(label.casefold().split())
-
-
 def _odd_sentences(sentences: Sequence[Sentence], source: str) -> Iterator[str]:
     lengths = [len(one.words) for one in sentences]
-    if len(lengths) == 1 and lengths[0] > MANY:
+    if len(lengths) == 1 and lengths[0] > LONG:
         yield f"{source} is one sentence of {lengths[0]:,} words: are blank lines missing between sentences?"
     if max(lengths) == 1 and len(lengths) >= ENOUGH:
-        yield f"{source}: every sentence has one word: are there blank lines within sentences?"
+        fix = ": are there blank lines within it?" if sentences[0].columns else ""  # not of JSON lines
+        yield f"{source}: every sentence has one word{fix}"
+    words = [word for one in sentences for word in one.words]
+    pieces = [word for word in words if (word.startswith("##") and len(word) > 2) or word in SPECIAL]
+    if len(pieces) > len(words) / LONG:
+        yield f"{source}: words such as {pieces[0]} are pieces of a tokenizer, which would cut them again"
+    if all(len(word) == 1 for word in words) and len(words) >= LONG and all(map(str.isascii, words)):
+        yield f"{source}: every word is one character: are these the letters of words?"
     widths = Counter(width for one in sentences for width in one.columns)
     if len(widths) > 1:
         usual = widths.most_common(1)[0][0]
@@ -139,7 +146,7 @@ def _beginnings(sentence: Sentence) -> Iterator[tuple[str, str]]:
         before = tag
 
 
-def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
+def _odd_texts(texts: Sequence[Text], source: str, role: str) -> Iterator[str]:
     if blank := [text for text in texts if not text.text.strip()]:
         yield f"{blank[0].place}: the text is blank, as in {len(blank):,} of {len(texts):,} examples of {source}"
     if len(texts) >= ENOUGH and all(
@@ -155,6 +162,10 @@ def _odd_texts(texts: Sequence[Text], source: str) -> Iterator[str]:
     several = sum(count > 1 for count in of_text.values())
     if several > len(of_text) / MANY and len(texts) >= ENOUGH:
         yield f"{source}: {several:,} of {len(of_text):,} texts have several labels: can they be learnt?"
+    if len(texts) >= ENOUGH and not any(character.isalpha() for text in texts for character in text.text):
+        yield f"{source}: no text has a letter, as {texts[0].text[:SHOWN]!r}: see --text-column"
+    if len(texts) >= ENOUGH and sum(bool(QUOTED.fullmatch(text.text)) for text in texts) > len(texts) / 2:
+        yield f"{source}: most texts are between quotes, which are a part of them: {texts[0].text[:SHOWN]}"
     classes = len({text.label for text in texts})
-    if len(texts) >= ENOUGH and classes > len(texts) / 2:
+    if role == "train" and len(texts) >= ENOUGH and classes > len(texts) / 2:
         yield f"{source} has {classes:,} classes in {len(texts):,} examples: is it the right column of labels?"

@@ -24,6 +24,8 @@ from common.errors import UserError
 
 PARTS = ("train", "held_out")
 MANY_UNKNOWN = 0.2  # part of the words
+FEW_LETTERS = 0.1  # part of the words of text
+MANY_CAPITALS = 0.05  # part of the words of a vocabulary
 MANY_REPEATED = 0.1  # part of the characters that are held out
 
 
@@ -55,9 +57,8 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
     else:
         pieces = rows_of_text(settings, tokenizer, special, repeated)
     digest = blake2b("\n".join(words).encode(), digest_size=8)
-    begins: Counter[int] = Counter()
-    labels: Counter[int] = Counter()
-    writers, counts = _write_tables(folder, _noted(pieces, begins, labels), len(words), digest)
+    noted = Noted(special)
+    writers, counts = _write_tables(folder, noted.each(pieces), len(words), digest)
     _check_not_empty(writers, settings)
     for some in counts.values():
         some[[number for name, number in special.items() if name != "unk"]] = 0
@@ -74,7 +75,7 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
         "settings": asdict(settings),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    return list(_odd(settings, unknown, begins, labels, special["cls"], repeated.share))
+    return [*_odd(settings, unknown, noted, repeated.share), *_odd_words(settings, words, counts)]
 
 
 def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) -> dict[str, float]:
@@ -93,24 +94,26 @@ def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) ->
     return unknown
 
 
-def _noted(
-    pieces: Iterator[tuple[str, Rows]], begins: Counter[int], labels: Counter[int]
-) -> Iterator[tuple[str, Rows]]:
-    """These pieces; the first token of each row is counted in `begins`, its next sentence label in `labels`."""
-    for part, rows in pieces:
-        begins.update(rows["input_ids"][:, 0].tolist())
-        labels.update(rows["next_label"].tolist())
-        yield part, rows
+class Noted:
+    """What the rows of a corpus have as a whole."""
+
+    def __init__(self, special: dict[str, int]):
+        self.special = special
+        self.rows = self.with_cls = self.with_second = self.masks = 0  # rows; [MASK] in them
+        self.labels: Counter[int] = Counter()  # of next sentences
+
+    def each(self, pieces: Iterator[tuple[str, Rows]]) -> Iterator[tuple[str, Rows]]:
+        """These pieces, noted."""
+        for part, rows in pieces:
+            self.rows += len(rows["length"])
+            self.with_cls += int((rows["input_ids"][:, 0] == self.special["cls"]).sum())
+            self.with_second += int((rows["second"] < rows["length"]).sum())
+            self.masks += int((rows["input_ids"] == self.special["mask"]).sum())
+            self.labels.update(rows["next_label"].tolist())
+            yield part, rows
 
 
-def _odd(
-    settings: Settings,
-    unknown: dict[str, float],
-    begins: Counter[int],
-    labels: Counter[int],
-    cls: int,
-    repeated: float,
-) -> Iterator[str]:
+def _odd(settings: Settings, unknown: dict[str, float], noted: Noted, repeated: float) -> Iterator[str]:
     """What is odd about the corpus as a whole, in one line each. `repeated` is the part of the held-out text that is
     trained on too."""
     corpus, held_out = ([Path(path) for path, *_ in files] for files in settings.files.values())
@@ -122,14 +125,30 @@ def _odd(
     if repeated > MANY_REPEATED and not any("trained on" in line for line in said):
         both = " ".join([*settings.corpus, *(settings.held_out_corpus or ())])
         yield f"{repeated:.0%} of the text that is held out is trained on too: is it twice in {both}?"
-    names = " ".join(settings.corpus)
     for source, part in unknown.items():
         if part > MANY_UNKNOWN:
             yield f"{part:.0%} of the words of {source} are not in the vocabulary: is it the right one?"
-    if wrong := begins.total() - begins[cls]:
+    names = " ".join(settings.corpus)
+    if wrong := noted.rows - noted.with_cls:
         yield f"{wrong:,} rows of {names} do not begin with [CLS]: is --vocab the one that they were made with?"
-    if settings.shards and settings.objective == "mlm+nsp" and len(labels) == 1:
-        yield f"every row of {names} has the same next_sentence_labels: --objective mlm+nsp learns nothing from them"
+    if settings.masking == "stored" and not noted.masks:
+        yield f"no row of {names} has a [MASK], so the model sees what it is to predict: give --masking dynamic"
+    if settings.shards and settings.objective == "mlm+nsp":
+        if len(noted.labels) == 1:
+            same = "has the same next_sentence_labels: --objective mlm+nsp learns nothing from them"
+            yield f"every row of {names} {same}"
+        if not noted.with_second:
+            yield f"no row of {names} has a second segment (segment_ids): --objective mlm+nsp has nothing to compare"
+
+
+def _odd_words(settings: Settings, words: list[str], counts: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is odd about the words of the corpus and those of the vocabulary."""
+    has_letter = np.array([any(map(str.isalpha, word)) for word in words])
+    if counts["train"][has_letter].sum() < FEW_LETTERS * counts["train"].sum():
+        yield f"{' '.join(settings.corpus)} has hardly a word with a letter: are these numbers of words, and no text?"
+    capitals = [word for word in words if word != word.lower() and not word.startswith("[")]
+    if settings.lowercase and Path(settings.vocab or "").is_file() and len(capitals) > MANY_CAPITALS * len(words):
+        yield f"--vocab {settings.vocab} has words with capitals, such as {capitals[0]}, which need --cased"
 
 
 def _write_tables(

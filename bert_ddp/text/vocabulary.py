@@ -26,6 +26,10 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
             raise UserError(f"--vocab {name} is one file of a tokenizer: give its folder, or a vocab.txt")
         if Path(name).is_file():
             return from_words(_read_words(Path(name)), lowercase)
+        if [file.name for file in Path(name).glob("*[vt]o*")] == ["vocab.txt"] and not (
+            Path(name) / "config.json"
+        ).exists():
+            return from_words(_read_words(Path(name) / "vocab.txt"), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network, the hub and its client raise many kinds
@@ -37,6 +41,11 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
             f"--vocab {name} is not a file, a tokenizer's folder or a name on the hub ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
+    words, special = tokenizer.get_vocab(), {f"{word[1:-1].lower()}_token": word for word in SPECIAL}
+    if (
+        tokenizer.cls_token is None and tokenizer.is_fast and words.keys() >= set(SPECIAL)
+    ):  # without tokenizer_config.json
+        tokenizer.add_special_tokens(special)
     require_words(tokenizer, name, "--vocab")
     # A tokenizer.json may contain settings for truncation and padding, but rows need the whole text.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -21,7 +21,7 @@ from common.compare import questions
 from common.compare.differences import Comparison, compare, default_tolerance
 from common.compare.run import Run, read_run
 from common.console import say
-from common.errors import ExplainedError
+from common.errors import ExplainedError, UserError
 from common.launch import values
 from common.launch.parser import Parser
 from common.launch.reading import count
@@ -48,6 +48,8 @@ def main() -> int:
 def report(args: Namespace) -> int:
     """Compare, print, and return the exit code. Raises UserError."""
     a, b = read_run(args.a), read_run(args.b)
+    if a.path.resolve() == b.path.resolve():
+        raise UserError(f"{args.a} and {args.b} are the same run: name two")
     found = compare(a, b, default_tolerance(a, b) if args.tolerance is None else args.tolerance)
     say("\n".join([_described("A", a), _described("B", b), *_summary(found)]))
     if not found.agree:

@@ -70,8 +70,12 @@ def read_run(path: Path) -> Run:
         rows = read_metrics(metrics)
     by_kind: dict[str, dict[int, Row]] = {"train": {}, "eval": {}, "ranks": {}}
     before: dict[str, Row] = {}  # the last row of each kind
+    has_ended = False
     for row in rows:
         kind, step = row.get("kind"), row.get("step")
+        has_ended = has_ended or kind == "summary"
+        if has_ended and kind == "train" and step == 1:
+            raise UserError(f"{metrics} begins again at step 1 after a run has ended in it: is it of two runs?")
         if kind in by_kind and isinstance(step, int):
             _require_of_one_run(metrics, row, before.get(kind, row))
             by_kind[kind][step] = before[kind] = row

@@ -19,8 +19,8 @@ OTHER_COUNT = (
 )
 OTHER_RATE = (
     "rank {rank} has taken step {step} with a learning rate of {there}, but rank 0 with {here} (the sum of those of "
-    "all groups of parameters), so their weights are no longer the same: every rank must step the scheduler, as often "
-    "and with the same numbers, and not under `if rank == 0`"
+    "all groups of parameters), so their weights are no longer the same: every rank must step the scheduler, or set a "
+    "rate, as often and with the same numbers, and not under `if rank == 0`"
 )
 
 

@@ -73,6 +73,11 @@ class Guard:
         if is_last:
             self.require_complete(all_reduced=self.timer.is_marked("ready"))
 
+    def require_not_summed(self) -> None:
+        """Raise UserError before a backward where the gradients of this micro-batch have been summed already."""
+        if self.exchanges:
+            raise _summed_twice()
+
     def too_large(self, error: torch.OutOfMemoryError) -> UserError:
         """What to say of a micro-batch that does not fit."""
         wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
