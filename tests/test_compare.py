@@ -280,7 +280,7 @@ def test_runs_without_their_first_steps_are_not_judged_by_them(tmp_path):
 @pytest.mark.parametrize("text, message", [
     (None, "there is no such file or folder: name the --out-dir of a run"),
     ("", "has no losses of training steps"),
-    ("{\n", "line 1 is not a row of JSON: name a metrics.jsonl"),
+    ("{\n", "line 1 is not JSON: correct that line, or name a metrics.jsonl"),
     ("3\n", "line 1 is no row of a run"),
     ('{"kind": "eval", "step": 1, "loss": 2.0}\n', "has no losses of training steps"),
     ('{"kind": "train", "step": 7, "loss": 2.0}\n', "no step in common"),

@@ -31,6 +31,10 @@ REFUSED = [
     ({ZERO: ""}, "the gradients of the step before are still there, .*: call optimizer.zero_grad"),
     ({BACKWARD: "(loss_sum / batch.global_count).backward()"}, "this step has had no run.backward"),
     ({STEP: f"            optimizer = AdamW(net.parameters())\n{STEP}"}, "AdamW changes .*, but run.resume.. was not"),
+    (
+        {ZERO: f"            AdamW(net.classifier.parameters()).step()\n{ZERO}"},
+        "AdamW changes .*, but run.resume.. was not given",
+    ),
     ({"optimizer=optimizer, scheduler": "scheduler"}, "AdamW changes .*, but run.resume.. was not given"),
     (
         {BACKWARD: f"{BACKWARD}\n                    run.backward(net.features[0].weight.sum())"},

@@ -468,6 +468,14 @@ def test_a_collate_function_that_loses_samples_is_refused(refused):
     )
 
 
+def test_a_loop_that_trains_other_rows_than_its_batches_is_refused(outputs, monkeypatch):
+    other = "in [((data.points[:9].double(), data.labels[:9]), True)]:"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("in batch.micro_batches():", other))
+    results, _ = outputs((1, 1))
+    assert all(result.code == 2 for result in results)
+    assert "this loop does not take its batches from the GlobalBatchLoader" in results[0].output
+
+
 def test_a_loop_over_another_loader_is_refused(outputs, monkeypatch):
     other = "for batch in GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch=7, dtype=torch.float64):"
     monkeypatch.setitem(globals(), "BODY", BODY.replace("for batch in batches:", other))
@@ -561,6 +569,9 @@ def test_gradients_that_are_emptied_within_a_micro_batch_are_refused(outputs, mo
 
 
 KEEPING = """
+from collections import deque
+
+
 class Keeping(nn.Linear):
     kept = None
 
@@ -577,6 +588,8 @@ class Keeping(nn.Linear):
     ("points @ self.weight.T", ""),  # belongs to the graph
     ("(self.kept or 0.0) + 1.5", "0.kept"),
     ("[1.0, (self.kept or [0, 0])[1] + 1]", "0.kept[1]"),
+    ("[*(self.kept or []), 1.0]", "the length of 0.kept"),
+    ("deque([*(self.kept or []), points.mean(0)], 3)", "0.kept[0], 0.kept[1], 0.kept[2]"),
     ("2.5", ""),
 ])  # fmt: skip
 def test_a_tensor_or_number_that_the_model_changes_from_step_to_step_is_said(outputs, what, name):

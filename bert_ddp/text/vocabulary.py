@@ -4,6 +4,7 @@ import codecs
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers.trainers import WordPieceTrainer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -41,11 +42,9 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
             f"--vocab {name} is not a file, a tokenizer's folder or a name on the hub ({reason}): "
             "give a vocab.txt, or leave it out to train one on the corpus"
         ) from None
-    words, special = tokenizer.get_vocab(), {f"{word[1:-1].lower()}_token": word for word in SPECIAL}
-    if (
-        tokenizer.cls_token is None and tokenizer.is_fast and words.keys() >= set(SPECIAL)
-    ):  # without tokenizer_config.json
-        tokenizer.add_special_tokens(special)
+    if tokenizer.cls_token is None and tokenizer.get_vocab().keys() >= set(SPECIAL):  # without tokenizer_config.json
+        named: Any = {f"{word[1:-1].lower()}_token": word for word in SPECIAL}
+        tokenizer.add_special_tokens(named)
     require_words(tokenizer, name, "--vocab")
     # A tokenizer.json may contain settings for truncation and padding, but rows need the whole text.
     assert isinstance(tokenizer, PreTrainedTokenizerFast)

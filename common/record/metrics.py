@@ -43,7 +43,9 @@ def _row(path: Path, where: str, line: str | bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{path}, {where} is not a row of JSON: name a metrics.jsonl that a run has written") from None
+        raise UserError(
+            f"{path}, {where} is not JSON: correct that line, or name a metrics.jsonl that a run has written"
+        ) from None
     is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
     if not is_row or not all(isinstance(row.get(name), int | float | None) for name in ("step", "training_seconds")):
         raise UserError(f"{path}, {where} is no row of a run: name a metrics.jsonl that a run has written")

@@ -1,9 +1,10 @@
 """In which order a trainer calls a Run: what it has left out is named, and what to write."""
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.errors import UserError
 from common.record.resume import require_given
@@ -33,13 +34,22 @@ def before_wrap(run: "Run") -> None:
         )
 
 
+def watch_optimizers(run: "Run") -> None:
+    """From now on, raise UserError where an optimizer that `resume` was not given takes a step of the model."""
+    known = set(map(id, run.net.parameters()))
+
+    def look(one: torch.optim.Optimizer, *_: Any) -> None:
+        if one not in run.optimizers:
+            if any(id(parameter) in known for group in one.param_groups for parameter in group["params"]):
+                require_given(one, run.states)
+            run.optimizers.add(one)
+
+    run.group.at_end.callback(register_optimizer_step_pre_hook(look).remove)
+
+
 def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     if not hasattr(run, "model"):
         raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")
-    for one in optimizers:
-        if one not in run.optimizers:
-            require_given(one, run.states)
-            run.optimizers.add(one)
     if run.batches.last.step != run.step:
         raise UserError(f"step {run.step + 1} has had no run.end_step(): call it at the end of each step")
     groups = [group["params"] for one in optimizers for group in one.param_groups]

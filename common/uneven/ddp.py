@@ -83,7 +83,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         micro-batch, and for a loop that does not take its batches from the loader that `wrap` was given.
         """
         timer, is_last = self.timer, not enabled
-        if not timer.is_marked("loaded"):
+        if not timer.is_marked("loaded") or timer.cut_item != timer.item:
             raise UserError(
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
                 "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"

@@ -52,7 +52,7 @@ class StepBatch:
 
         Raises UserError after a piece with which the loop has waited for other ranks, but for the last one.
         """
-        self.timer.is_cutting = True
+        self.timer.is_cutting, self.timer.cut_item = True, self.timer.item
         try:
             for piece, is_last in self.pieces():
                 before = collectives()

@@ -23,7 +23,7 @@ from common.uneven.seeding import derive_seed
 
 SAMPLER_SAYS = "the sampler says which samples make a batch, in which order; the last batch of an epoch is smaller"
 NOT_OPTIONS = {
-    **dict.fromkeys(("batch_size", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
+    **dict.fromkeys(("batch_size", "sampler", "batch_sampler", "shuffle", "drop_last"), SAMPLER_SAYS),
     "collate_fn": "give the function as collate=",
 }
 
@@ -42,6 +42,7 @@ class BatchedDataset(Dataset):
 def part_loader(
     dataset: Dataset,
     sampler: Sampler[list[int]],
+    /,
     seed: int = 0,
     collate: Callable[[list[Any]], Any] = default_collate,
     **options: Any,

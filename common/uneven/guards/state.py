@@ -1,6 +1,7 @@
 """What training must leave alone in a model: its buffers, and what it keeps outside of parameters and buffers."""
 
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
@@ -73,12 +74,16 @@ class ModelState:
 
 
 def _kept(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor | None, float]]:
-    """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples and lists; of a number, None
-    and the number itself. What belongs to the graph of a forward is none: it goes with it."""
+    """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples, lists and deques; of a
+    number, None and the number itself; of a container, None and its length. What belongs to the graph of a forward is
+    none: it goes with it."""
     for layer_name, layer in layers:
         for own_name, value in vars(layer).items():
-            for number, one in enumerate(value if isinstance(value, tuple | list) else [value]):
-                name = f"{layer_name}.{own_name}".lstrip(".") + ("" if one is value else f"[{number}]")
+            whole = f"{layer_name}.{own_name}".lstrip(".")
+            if isinstance(value, list | deque | dict | set):
+                yield f"the length of {whole}", None, len(value)
+            for number, one in enumerate(value if isinstance(value, tuple | list | deque) else [value]):
+                name = whole if one is value else f"{whole}[{number}]"
                 if isinstance(one, torch.Tensor) and not one.requires_grad:
                     yield name, one, one._version
                 elif type(one) in (int, float):

@@ -14,8 +14,8 @@ from common.errors import UserError
 
 NOT_EXCHANGED = (
     "the gradients of this step were not exchanged: put forward and backward of each micro-batch into "
-    "`with model.no_sync(enabled=not is_last):`, where `model` is what common.uneven.ddp.wrap(...) returns (to skip "
-    "steps, give GlobalBatchLoader(..., step=) the first one)"
+    "`with model.no_sync(enabled=not is_last):`, where `model` is what common.uneven.ddp.wrap(...) returns (for two "
+    "batches in one step, give a larger global batch; to skip steps, give GlobalBatchLoader(..., step=) the first one)"
 )
 KEPT_STEPS = 64  # that `latest` can give
 CHECKED_STEPS, CHECK_SECONDS = 5, 0.5
@@ -58,7 +58,7 @@ class StepTimer:
         self.current: Marks = {}
         self.item = 0  # items of the loader so far
         self.has_reduced = False  # since the last one
-        self.is_cutting = False  # within the loop over the micro-batches of one
+        self.is_cutting, self.cut_item = False, 0  # within the loop over the micro-batches of one; the last such item
         # To look at each parameter in each step would take longer than small steps do. So guards look at all of them
         # once in each round: each of the first steps is one, and then the clock or `begin_checks` begins another.
         self.round = 0
