@@ -177,8 +177,8 @@ class Run:
         length, which --compile should know. `options` are further ones of `ddp.wrap`.
         """
         order.before_wrap(self)
-        order.watch_optimizers(self)
         self.model = beginning.wrap_model(self, net, compute_loss, dynamic, **options)
+        order.watch_optimizers(self)
         beginning.open_files(self, untrained_loss)
         return self.model
 
