@@ -119,9 +119,10 @@ def _require_variety(images: torch.Tensor, labels: torch.Tensor, what: str, fold
 def _odd_labels(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
     """What is odd about labels that may be those of other images, for the header: to name the class whose mean image is
     nearest is right more often than by chance."""
-    (images, labels), (more, answers) = (
-        [values[:: max(1, len(values) // LOOKED_AT)] for values in part] for part in parts
-    )
+    chance = torch.Generator().manual_seed(0)
+    chosen = (torch.randperm(len(labels), generator=chance)[:LOOKED_AT] for _, labels in parts)
+    looked = [(images[those], labels[those]) for (images, labels), those in zip(parts, chosen, strict=True)]
+    (images, labels), (more, answers) = looked
     classes = labels[::2].unique()
     means = torch.stack([images[::2][labels[::2] == label].flatten(1).float().mean(0) for label in classes])
     for what, some, known in (("training", images[1::2], labels[1::2]), ("test", more, answers)):

@@ -589,6 +589,7 @@ class Keeping(nn.Linear):
     ("(self.kept or 0.0) + 1.5", "0.kept"),
     ("[1.0, (self.kept or [0, 0])[1] + 1]", "0.kept[1]"),
     ("[*(self.kept or []), 1.0]", "the length of 0.kept"),
+    ("{**(self.kept or {}), len(self.kept or {}): points}", ""),  # a cache, for all that is known
     ("deque([*(self.kept or []), points.mean(0)], 3)", "0.kept[0], 0.kept[1], 0.kept[2]"),
     ("2.5", ""),
 ])  # fmt: skip
@@ -632,6 +633,13 @@ def scaled(rank):
     net.scale = 1.0 + rank
     return net
 """
+
+
+def test_a_list_that_the_model_may_keep_is_named_as_the_attribute(outputs):
+    net = "nn.Sequential(Keeping(6, 16), nn.ReLU(), nn.Linear(16, 10))"
+    more = KEEPING.replace("{what}", "[*(self.kept or []), points.mean(0)]")
+    results, losses = outputs((1, 1), more=more, net=net, wrap="layout_dependent=['0.kept']")
+    assert len(losses) == 9 and "no checkpoint has it" not in results[0].output
 
 
 def test_a_number_of_the_model_that_differs_on_one_rank_is_refused(refused):

@@ -438,7 +438,11 @@ WRONG_TEXTS = [
     ("a.tsv", table("a,x"), "among text,label: a .csv has commas between its columns, a .tsv tabs"),
     ("a.csv", table("a, b;x", header="text;label"), "more fields than the header's 1: a .csv has commas between"),
     ("a.tsv", '"text"\t"label"\n"a"\t"x"\n', "line 1: a quote is a character like any other in a .tsv"),
-    ("a.csv", table('"he said \\"no\\", twice",x'), "line 2: a quote within a text between quotes: write it twice"),
+    (
+        "a.csv",
+        table('"he said \\"no\\", twice",x'),
+        "line 2: after the closing quote of a text there must be a comma, and a quote",
+    ),
     ("a.csv", table("a,x", "b\rc,y"), "line 3: there is a CR within the line"),
     ("a.csv", table("a,x", "\ufefftext,label", "b,y"), "line 3: the header once more"),
     ("a.csv", table("a,x", "label,text", "y,b"), "line 3: the header once more"),

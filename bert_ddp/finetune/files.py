@@ -97,7 +97,7 @@ def _records_of_table(path: Path) -> Iterator[tuple[str, dict]]:
         elif "unexpected end" in reason:  # of the row that begins on the next line
             line, reason = begins + 1, "a quote that begins in this row is never closed"
         elif "expected after" in reason:
-            reason = "a quote within a text between quotes: write it twice"
+            reason = "after the closing quote of a text there must be a comma, and a quote within it is written twice"
         raise UserError(f"{path}, line {line}: {reason}") from None
 
 

@@ -3,7 +3,6 @@
 A source is written `hf:name`, `hf:name,config` or `hf:folder`.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -61,15 +60,18 @@ def read_records(source: str, role: str) -> Iterator[tuple[str, dict]]:
 
 
 def _require_names_of_files(source: str, split: str, names: Mapping[str, list[str] | None]) -> None:
-    """Raise UserError where a Parquet file of a folder has other names for its class numbers than those that `datasets`
+    """Raise UserError where a Parquet file of a split has other names for its class numbers than those that `datasets`
     takes for all splits: those of the first one."""
+    import datasets
     from pyarrow import parquet
 
-    folder = Path(source.removeprefix("hf:").partition(",")[0])
-    for file in sorted(folder.rglob("*.parquet")) if folder.is_dir() else ():
-        noted = (parquet.read_schema(file).metadata or {}).get(b"huggingface", b"{}")
-        features = json.loads(noted).get("info", {}).get("features", {})
-        for column, own in ((column, feature.get("names")) for column, feature in features.items()):
+    name, config = _name_and_config(source)
+    if not Path(name).is_dir():
+        return
+    files = datasets.load_dataset_builder(name, config).config.data_files or {}
+    for file in [Path(file) for file in files.get(split, ()) if str(file).endswith(".parquet")]:
+        for column, feature in datasets.Features.from_arrow_schema(parquet.read_schema(file)).items():
+            own = _class_names(feature)
             if own and names.get(column) not in (None, own):
                 raise UserError(
                     f"{file}: its column {column} has the classes {', '.join(own)}, but {split} is read with "
@@ -77,26 +79,38 @@ def _require_names_of_files(source: str, split: str, names: Mapping[str, list[st
                 )
 
 
+def _name_and_config(source: str) -> tuple[str, str | None]:
+    name, _, config = source.removeprefix("hf:").partition(",")
+    return name, config or None
+
+
+def _require_files(folder: Path) -> None:
+    """Raise UserError for a file of the folder that cannot be read, or stands for another one."""
+    for file in sorted(folder.glob("[!.]*")) if folder.is_dir() else ():
+        with reading(file, str(file), may_be_packed=True):
+            pass
+
+
 def _open(source: str) -> "datasets.DatasetDict":
     """All splits of a source."""
     import datasets
     from datasets.exceptions import DatasetsError
 
-    name, _, config = source.removeprefix("hf:").partition(",")
-    for file in sorted(Path(name).rglob("*")) if Path(name).is_dir() else ():
-        with reading(file, str(file), may_be_packed=True):
-            pass
+    name, config = _name_and_config(source)
     try:
-        return datasets.load_dataset(name, config or None)
+        return datasets.load_dataset(name, config)
     except OSError as error:
+        _require_files(Path(name))
         if Path(name).is_dir():
             fix = "put files such as train.csv or train.jsonl into that folder"
             raise UserError(f"{source} cannot be read: {_first_line(error)}: {fix}") from None
         raise RunError(f"{source} is not on this machine and the hub does not answer: {_first_line(error)}") from None
     except DatasetsError as error:  # its later lines, or its cause, say what was wrong
+        _require_files(Path(name))
         text = str(error) if "\n" in str(error) or not error.__cause__ else f"{error}: {error.__cause__}"
         raise UserError(f"{source} cannot be read: {shorten(text, MOST_OF_AN_ERROR)}") from None
     except Exception as error:  # such as an unknown config; the hub and its client raise many kinds
+        _require_files(Path(name))
         raise UserError(f"{source} cannot be read: {_first_line(error)}") from None
 
 

@@ -75,7 +75,7 @@ def _build_in(folder: Path, settings: Settings) -> list[str]:
         "settings": asdict(settings),
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    return [*_odd(settings, unknown, noted, repeated.share), *_odd_words(settings, words, counts)]
+    return [*_odd(settings, unknown, noted, repeated.share), *_odd_words(settings, tokenizer, words, counts)]
 
 
 def _check_words(counts: dict[str, np.ndarray], unk: int, settings: Settings) -> dict[str, float]:
@@ -141,14 +141,18 @@ def _odd(settings: Settings, unknown: dict[str, float], noted: Noted, repeated: 
             yield f"no row of {names} has a second segment (segment_ids): --objective mlm+nsp has nothing to compare"
 
 
-def _odd_words(settings: Settings, words: list[str], counts: dict[str, np.ndarray]) -> Iterator[str]:
+def _odd_words(
+    settings: Settings, tokenizer: PreTrainedTokenizerFast, words: list[str], counts: dict[str, np.ndarray]
+) -> Iterator[str]:
     """What is odd about the words of the corpus and those of the vocabulary."""
     has_letter = np.array([any(map(str.isalpha, word)) for word in words])
     if counts["train"][has_letter].sum() < FEW_LETTERS * counts["train"].sum():
         yield f"{' '.join(settings.corpus)} has hardly a word with a letter: are these numbers of words, and no text?"
     capitals = [word for word in words if word != word.lower() and not word.startswith("[")]
-    if settings.lowercase and Path(settings.vocab or "").is_file() and len(capitals) > MANY_CAPITALS * len(words):
-        yield f"--vocab {settings.vocab} has words with capitals, such as {capitals[0]}, which need --cased"
+    lowers = "A" not in tokenizer.backend_tokenizer.normalizer.normalize_str("A")
+    if lowers and len(capitals) > MANY_CAPITALS * len(words):
+        word = capitals[0]
+        yield f"--vocab {settings.vocab} has words with capitals, such as {word}, but text is lower-cased: --cased?"
 
 
 def _write_tables(

@@ -131,7 +131,7 @@ def _table_rows(
         _refuse(path, start, wrong, what)
     original = unmask(ids, positions, np.where(listed, labels, 0))
     holds_padding = ((original == special["pad"]) & (np.arange(ids.shape[1]) < length[:, None])).any(axis=1)
-    _refuse(path, start, holds_padding, "input_mask is 1 for a [PAD]")
+    _refuse(path, start, holds_padding, "input_mask is 1 for a [PAD]: is --vocab the right one?")
     result = columns(original, special, piece[LABELS], second, length)
     if most is not None:
         # a step without masked tokens would divide its loss by zero

@@ -1,4 +1,4 @@
-"""From documents to token rows, in bounded memory but for 8 bytes of each document."""
+"""From documents to token rows, in bounded memory but for 8 bytes of each document, and some more of those held out."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator

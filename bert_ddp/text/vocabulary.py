@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.files import reading
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json")  # with which a folder is a tokenizer
 ALPHABET = 1000  # the most frequent characters; words with others become [UNK]
 
 
@@ -22,15 +23,14 @@ def load(name: str, lowercase: bool = True) -> PreTrainedTokenizerFast:
 
     Raises UserError where there is none, or where it lacks a special token that BERT needs.
     """
-    with reading(Path(name), f"--vocab {name}"):
-        if Path(name).is_file() and Path(name).suffix == ".json":
+    path = Path(name)
+    with reading(path, f"--vocab {name}"):
+        if path.is_dir() and {file.name for file in path.iterdir()}.isdisjoint(SETTINGS):  # vocab.txt alone
+            path = path / "vocab.txt"
+        if path.is_file() and path.suffix == ".json":
             raise UserError(f"--vocab {name} is one file of a tokenizer: give its folder, or a vocab.txt")
-        if Path(name).is_file():
-            return from_words(_read_words(Path(name)), lowercase)
-        if [file.name for file in Path(name).glob("*[vt]o*")] == ["vocab.txt"] and not (
-            Path(name) / "config.json"
-        ).exists():
-            return from_words(_read_words(Path(name) / "vocab.txt"), lowercase)
+        if path.is_file():
+            return from_words(_read_words(path), lowercase)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the network, the hub and its client raise many kinds

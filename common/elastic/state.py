@@ -35,7 +35,8 @@ class InMemoryState:
         self.owners = [(f"{name}.".lstrip("."), layer) for name, layer in layers if layer._buffers]
         self.buffers: dict[str, torch.Tensor] = {}
         self.seen: dict[Any, tuple[Any, Any]] = {}  # the buffer or attribute itself, and its version
-        self.has_exchanged = False
+        for place, value in attributes(self.model).items():
+            self._has_changed(place, value)
         self.find_changing()
         self.note_step(self.step, self.noted)
 
@@ -44,10 +45,9 @@ class InMemoryState:
         each step would take longer than small steps do."""
         layers = dict(self.model.named_modules())
         for place, value in attributes(self.model).items():
-            if self._has_changed(place, value) and self.has_exchanged:
+            if self._has_changed(place, value):
                 self.attributes[place] = moved(value)
         self.changing = [(place, vars(layers[place[0]])) for place in self.attributes if place[0] in layers]
-        self.has_exchanged = True
 
     def note_step(self, step: int, noted: list[Any]) -> None:
         """Optimizer step `step` is done; `noted` are the LocalSteps since the last exchange."""
@@ -109,7 +109,7 @@ def restore_from_members(
     restored = {place: moved(value, CPU if stays else group.device) for place, (value, stays) in rest[1].items()}
     for (layer_name, name), value in restored.items():
         if layer_name in layers:  # else a forward will make that layer
-            layers[layer_name].__dict__[name] = value
+            layers[layer_name].__dict__[name] = moved(value)
     saved_at = mine.saved_at if mine else time.perf_counter()
     return InMemoryState(folder, step, model, states, unwritten=rest[0], saved_at=saved_at, attributes=restored)
 

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import Dataset
@@ -155,7 +156,7 @@ class Run:
             return
         outer = args.sync_every, args.outer_lr, args.outer_momentum, args.timeout
         self.nodes = LocalSGD(net, batches.sampler, batches.timer, self.group.ranks_of_nodes, *outer)
-        self.optimizers = {one for one in states.values() if isinstance(one, torch.optim.Optimizer)}
+        self.optimizers = WeakSet(one for one in states.values() if isinstance(one, torch.optim.Optimizer))
         self.states = {**states, "scaler": self.precision.scaler, **self.nodes.states}
         self.config = cli.config(args) | {"global_batch": batches.plan.global_batch} | (settings or {})
         self.folder = open_folder(self.group, self.members, self.options)

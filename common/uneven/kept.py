@@ -1,6 +1,7 @@
 """What a model keeps besides its parameters: buffers, and what its layers have as plain attributes."""
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 Place = tuple[str, str]  # the names of a layer and of its attribute
 OF_EVERY_LAYER = vars(torch.nn.Module()).keys()
-MOST_NUMBERS = 1 << 20  # in a tensor: more are what a forward has made, such as an attention that is looked at
+MOST_NUMBERS = 1 << 24  # in a tensor: more are what a forward has made, such as an attention that is looked at
 MOST_VALUES = 100  # in a list
 CPU = torch.device("cpu")
 
@@ -50,27 +51,30 @@ def is_on_cpu(value: Any) -> bool:
 def version(value: Any) -> Any:
     """Something else after a change of what `attributes` has, where it is the same object."""
     if isinstance(value, torch.Tensor):
-        return value._version
+        return 0 if value.is_inference() else value._version  # tensors of torch.inference_mode() do not change
     return [(id(one), version(one)) for one in value] if type(value) in (list, tuple) else value
 
 
 @contextlib.contextmanager
 def unchanged(net: torch.nn.Module) -> Iterator[None]:
     """What the body changes in a model besides parameters and submodules is put back: its layers have the same buffers
-    and attributes as before, and lists and dense tensors among these the same content."""
+    and attributes as before, and lists, deques and dense tensors among these the same content."""
     owned = [(own, own.copy()) for layer in net.modules() for own in (vars(layer), layer._buffers)]
-    values = [value for _, before in owned for value in before.values()]
-    lists = [(one, one.copy()) for one in values if type(one) is list]
+    values: list[Any] = [value for _, before in owned for value in before.values()]
+    lists = [(one, one.copy()) for one in values if type(one) in (list, deque)]
     dense = {id(one): one for one in values if isinstance(one, torch.Tensor) and one.layout == torch.strided}
-    tensors = [(one, one.detach().to(CPU, copy=True)) for one in dense.values() if not one.requires_grad]
+    tensors = [
+        (one, one.detach().to(CPU, copy=True)) for one in dense.values() if not (one.requires_grad or one.is_meta)
+    ]
     try:
         yield
     finally:
         for own, before in owned:
             own.clear()
             own.update(before)
-        for values, items in lists:
-            values[:] = items
-        for one, content in tensors:
-            if not torch.equal(one.detach().to(CPU), content):
-                one.data.copy_(content)  # a guard has seen that it was written to, and need not see this
+        for one, items in lists:
+            one.clear()
+            one.extend(items)
+        for tensor, content in tensors:
+            if not torch.equal(tensor.detach().to(CPU), content):
+                tensor.data.copy_(content)  # a guard has seen that it was written to, and need not see this

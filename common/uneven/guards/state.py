@@ -8,6 +8,7 @@ import torch
 
 from common.errors import GuardWarning, UserError
 from common.uneven.guards.words import is_named, shown
+from common.uneven.kept import version as version_of
 from common.uneven.options.global_batch import GlobalBatchNorm
 
 
@@ -51,10 +52,10 @@ class ModelState:
         Call it after each of the first steps."""
         if self.has_warned:
             return
-        kept = {name: (one, version) for name, one, version in _kept(self.layers)}
+        kept = {name: (one, number) for name, one, number in _kept(self.layers, self.may_keep)}
         before = {name: self.kept.get(name, (None, 0)) for name in kept}
         changed = {name for name in kept if kept[name][0] is not before[name][0] or kept[name][1] != before[name][1]}
-        if found := sorted(name for name in changed & self.changed if name not in self.may_keep):
+        if found := sorted(changed & self.changed):
             warnings.warn(
                 f"training changes {shown(found)}, which the model keeps outside of its parameters and buffers: no "
                 "checkpoint has it, and what each rank makes of its own samples depends on the layout. If it is only "
@@ -73,18 +74,22 @@ class ModelState:
                     yield name, buffer, buffer._version
 
 
-def _kept(layers: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor | None, float]]:
+def _kept(
+    layers: Iterable[tuple[str, torch.nn.Module]], may_keep: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor | None, float]]:
     """(name, tensor, version) of what layers keep as plain attributes, alone or in tuples, lists and deques; of a
     number, None and the number itself; of a container, None and its length. What belongs to the graph of a forward is
     none: it goes with it."""
     for layer_name, layer in layers:
         for own_name, value in vars(layer).items():
             whole = f"{layer_name}.{own_name}".lstrip(".")
-            if isinstance(value, list | deque | dict | set):
+            if is_named(whole, may_keep):
+                continue
+            if isinstance(value, list | deque):  # a dict is a cache, or one of every layer's own
                 yield f"the length of {whole}", None, len(value)
             for number, one in enumerate(value if isinstance(value, tuple | list | deque) else [value]):
                 name = whole if one is value else f"{whole}[{number}]"
                 if isinstance(one, torch.Tensor) and not one.requires_grad:
-                    yield name, one, one._version
+                    yield name, one, version_of(one)
                 elif type(one) in (int, float):
                     yield name, None, one
