@@ -111,6 +111,25 @@ def test_a_node_that_comes_back_with_an_empty_disk_gets_the_rows_that_it_has_mis
     require_same(nodes.files(1), undisturbed, last)
 
 
+@pytest.mark.long
+def test_a_node_that_comes_back_to_a_disk_that_takes_no_files_goes_on_without_copies(undisturbed, tmp_path):  # noqa: F811
+    nodes = Nodes(tmp_path)
+    nodes.wait_for(0, "train", 2 * EPOCH)
+    nodes.kill(1)
+    metrics = nodes.files(1) / "metrics.jsonl"
+    metrics.unlink()
+    (metrics / "in the way").mkdir(parents=True)  # stands for a full disk: rows cannot be put there
+    nodes.wait_for_members(0, 0, 1)
+    nodes.playing[1] = nodes.start(1)
+    nodes.wait_for_members(0, 0, 1, 2)
+    last = nodes.patient.end(nodes.files(0))
+    results = nodes.results()
+    assert [result.code for result in results] == [0, 0], nodes.said()
+    require_same(nodes.files(0), undisturbed, last)
+    assert "cannot be written (Is a directory): no copies of the run's files here" in results[1].output
+    assert [one.name for one in nodes.files(1).iterdir() if one.name.startswith(".metrics")] == []
+
+
 def test_a_shared_disk_has_one_set_of_files(tmp_path):
     play(Patient(tmp_path).script, (1, 1), tmp_path / "run", *Patient.FLAGS, "--max-steps", 30, *ELASTIC)
     names = {path.name for path in (tmp_path / "run").iterdir()}

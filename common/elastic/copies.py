@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.join.process_group import Group
 from common.join.view import node_of, place
 
+NO_COPIES = "no copies of the run's files here"
 COPIED = ("metrics.jsonl", "run.json")
 
 
@@ -37,7 +38,7 @@ def ranks_with_copies(
             mine.touch()
         except OSError as error:
             can_write = False
-            say(f"{folder} cannot be written ({error.strerror}): no copies of the run's files here", group.worker.rank)
+            say(f"{folder} cannot be written ({error.strerror}): {NO_COPIES}", group.worker.rank)
     try:
         dist.barrier()
         seen = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -78,7 +79,8 @@ def _require_older(group: Group, folder: Path, resume: str | None, rank: int, kn
 
 
 def send_files(group: Group, folder: Path, ranks: list[int]) -> None:
-    """Give the files of rank 0 so far to the ranks that keep copies. Every rank must call this."""
+    """Give the files of rank 0 so far to the ranks that keep copies. Every rank must call this. One whose disk cannot
+    take them keeps none: it is taken out of its own `ranks`."""
     if not ranks:
         return
     texts: list = [None]
@@ -86,7 +88,19 @@ def send_files(group: Group, folder: Path, ranks: list[int]) -> None:
         texts = [{name: (folder / name).read_text() for name in COPIED}]
     dist.broadcast_object_list(texts, src=0)
     if group.worker.rank in ranks:
-        for name, text in texts[0].items():
-            aside = folder / f".{name}-{os.getpid()}"
-            aside.write_text(text)
-            aside.replace(folder / name)
+        try:
+            for name, text in texts[0].items():
+                _replace(folder / name, text)
+        except OSError as error:
+            ranks.remove(group.worker.rank)
+            say(f"{folder} cannot be written ({error.strerror}): {NO_COPIES}", group.worker.rank)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file wholly or not at all."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

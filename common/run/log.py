@@ -59,8 +59,9 @@ class StepLog:
                 so_far = self._open(folder, *steps, facts, self.trackers)
                 known = [(*so_far, (folder / "checkpoints").exists())]
         self.members.send_files(folder)
-        if self.members.keeps_copy:
-            self._open(folder, *steps, facts, trackers=None)
+        with self.writing():
+            if self.members.keeps_copy:
+                self._open(folder, *steps, facts, trackers=None)
         dist.broadcast_object_list(known, src=0)
         seconds, self.last_eval, self.evaluated_step, has_checkpoints = known[0]
         self.clock = Clock(seconds, self.members.saved_at)
