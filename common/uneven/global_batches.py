@@ -55,7 +55,7 @@ class StepBatch:
         self.timer.is_cutting, self.timer.cut_item = True, self.timer.item
         try:
             for piece, is_last in self.pieces():
-                before = collectives()
+                before = 0 if is_last else collectives()
                 yield piece, is_last
                 if not is_last and collectives() != before:
                     raise UserError(
