@@ -659,6 +659,18 @@ def test_numbers_of_words_in_place_of_text_are_said(tmp_path, capsys):
     assert any("has hardly a word with a letter" in line for line in said_of(capsys))
 
 
+def test_a_tokenizer_that_leaves_text_as_it_is_is_read(folder, tmp_path):
+    tokenizer = vocabulary.from_words([*vocabulary.SPECIAL, *dict.fromkeys(TEXT.split())], lowercase=False)
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    content = json.loads((tmp_path / "plain" / "tokenizer.json").read_text())
+    assert content["normalizer"] is None
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {f"{word[1:-1].lower()}_token": word for word in vocabulary.SPECIAL}
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(settings))
+    load(folder, "--sequence-length", 16, "--vocab", tmp_path / "plain", "--cache-dir", tmp_path / "cache")
+
+
 def test_a_vocabulary_with_capitals_that_nothing_reaches_is_said(folder, tmp_path, capsys):
     words = [*vocabulary.SPECIAL, *dict.fromkeys(TEXT.split()), *dict.fromkeys(TEXT.title().split())]
     (tmp_path / "vocab.txt").write_text("\n".join(words))

@@ -14,6 +14,7 @@ MICRO = "            for micro, is_last in batch.micro_batches():  # at least on
 BACKWARD = "run.backward(loss_sum / batch.global_count)"
 DONE = "run.is_done or "
 WRAP = "        while True:\n"
+BEFORE_WRAP = "        model = run.wrap("
 EVALUATE = "                run.log_evaluation(**evaluate(net, test_loader, run))\n"
 ALONE = """                found = evaluate(net, test_loader, run)
                 if worker.is_main:
@@ -40,6 +41,7 @@ REFUSED = [
         {BACKWARD: f"{BACKWARD}\n                    run.backward(net.features[0].weight.sum())"},
         "the gradients of this step would be summed over the ranks twice: add up the losses",
     ),
+    ({BEFORE_WRAP: f"        run.backward(net.features[0].bias.sum())\n{BEFORE_WRAP}"}, "backward.. before run.wrap"),
     ({WRAP: f"        run.wrap(net, compute_loss)\n{WRAP}"}, "run.wrap.. twice: a run has one model"),
     ({"untrained_loss=math": "find_unused_parameters=True, untrained_loss=math"}, "has no find_unused_parameters"),
     ({NEXT_STEP: f"            net.features.requires_grad_(run.step < 5)\n{NEXT_STEP}"}, "was frozen after wrap"),

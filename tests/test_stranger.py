@@ -468,17 +468,15 @@ def test_a_collate_function_that_loses_samples_is_refused(refused):
     )
 
 
-def test_a_loop_that_trains_other_rows_than_its_batches_is_refused(outputs, monkeypatch):
-    other = "in [((data.points[:9].double(), data.labels[:9]), True)]:"
-    monkeypatch.setitem(globals(), "BODY", BODY.replace("in batch.micro_batches():", other))
-    results, _ = outputs((1, 1))
-    assert all(result.code == 2 for result in results)
-    assert "this loop does not take its batches from the GlobalBatchLoader" in results[0].output
+OTHER_LOOPS = {
+    "in batches:": "in GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch=7, dtype=torch.float64):",
+    "in batch.micro_batches():": "in [((data.points[:9].double(), data.labels[:9]), True)]:",
+}
 
 
-def test_a_loop_over_another_loader_is_refused(outputs, monkeypatch):
-    other = "for batch in GlobalBatchLoader(data, 40, seed=3, epochs=3, micro_batch=7, dtype=torch.float64):"
-    monkeypatch.setitem(globals(), "BODY", BODY.replace("for batch in batches:", other))
+@pytest.mark.parametrize("loop", OTHER_LOOPS)
+def test_a_loop_over_another_loader_or_other_rows_than_its_batches_is_refused(loop, outputs, monkeypatch):
+    monkeypatch.setitem(globals(), "BODY", BODY.replace(loop, OTHER_LOOPS[loop]))
     results, _ = outputs((2, 1))
     assert all(result.code == 2 for result in results)
     assert "does not take its batches from the GlobalBatchLoader that wrap() was given" in results[0].output

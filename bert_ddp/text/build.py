@@ -149,8 +149,8 @@ def _odd_words(
     if counts["train"][has_letter].sum() < FEW_LETTERS * counts["train"].sum():
         yield f"{' '.join(settings.corpus)} has hardly a word with a letter: are these numbers of words, and no text?"
     capitals = [word for word in words if word != word.lower() and not word.startswith("[")]
-    lowers = "A" not in tokenizer.backend_tokenizer.normalizer.normalize_str("A")
-    if lowers and len(capitals) > MANY_CAPITALS * len(words):
+    normalizer = tokenizer.backend_tokenizer.normalizer  # None where text stays as it is
+    if normalizer and normalizer.normalize_str("A") == "a" and len(capitals) > MANY_CAPITALS * len(words):
         word = capitals[0]
         yield f"--vocab {settings.vocab} has words with capitals, such as {word}, but text is lower-cased: --cased?"
 

@@ -47,6 +47,13 @@ def watch_optimizers(run: "Run") -> None:
     run.group.at_end.callback(register_optimizer_step_pre_hook(look).remove)
 
 
+def before_backward(run: "Run") -> None:
+    if not hasattr(run, "model"):
+        raise UserError("run.backward() before run.wrap(net, compute_loss), whose model is to be trained")
+    if run.model.in_micro_batch:
+        run.model.guard.require_not_summed()
+
+
 def before_optimizer_step(run: "Run", optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     if not hasattr(run, "model"):
         raise UserError("run.optimizer_step() before run.wrap(net, compute_loss), whose model is to be trained")

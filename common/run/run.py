@@ -194,8 +194,7 @@ class Run:
         ranks, is the loss of the step in the log."""
         if self.evaluation_is_due:
             self.stopped_clock.close()  # the trainer has not evaluated
-        if self.model.in_micro_batch:
-            self.model.guard.require_not_summed()
+        order.before_backward(self)
         self.precision.backward(loss, **options)
 
     def optimizer_step(
