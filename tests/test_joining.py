@@ -281,6 +281,25 @@ def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undis
     assert other.processes[0].exitcode == new.processes[0].exitcode == 0
 
 
+ENDS_WHILE_ONE_WAITS = {
+    "    with Run(": """    __import__("common.elastic.lookout").elastic.lookout.COMPLETE_SECONDS = 1e9  # nobody is let in
+    with Run(""",
+    "            run.end_step()": """            while run.step + 1 == run.total_steps and not run.members.membership.standby.waiting:
+                __import__("time").sleep(0.02)
+            run.end_step()""",
+}
+
+
+@pytest.mark.long
+def test_a_machine_that_still_waits_when_the_run_ends_is_told_so(undisturbed, tmp_path):
+    under_way = Run(tmp_path / "run", trainer=Patient(tmp_path, ENDS_WHILE_ONE_WAITS))
+    new = under_way.join()
+    new.wait_for("waiting to be let in")
+    require_same(tmp_path / "run", undisturbed, under_way.end())
+    assert "the run has ended meanwhile, without this rank" in new.said()
+    assert not rows(tmp_path / "run", "members")
+
+
 WRONG_DATA = '        run.agree(data=f"{args.dataset} {fingerprint}")'
 
 
