@@ -303,15 +303,33 @@ def test_a_machine_that_still_waits_when_the_run_ends_is_told_so(undisturbed, tm
 WRONG_DATA = '        run.agree(data=f"{args.dataset} {fingerprint}")'
 
 
-@pytest.mark.long
-def test_six_machines_join_and_leave_one_after_the_other(undisturbed, tmp_path):
-    under_way = Run(tmp_path / "run")
+@pytest.fixture(scope="module")
+def six_have_come(tmp_path_factory):
+    """(its folder, its last step, what its worker has held) of a run that six machines have joined and left again."""
+    folder = tmp_path_factory.mktemp("six") / "run"
+    under_way, held = Run(folder), []
+    (worker,) = psutil.Process(under_way.first.processes[0].pid).children()
     for number in range(1, 7):
         machine = under_way.join()
         under_way.wait_for_members(0, number)
         under_way.leaves(machine, signal.SIGTERM)
-    require_same(tmp_path / "run", undisturbed, under_way.end())
-    assert len(rows(tmp_path / "run", "members")) == 12
+        under_way.wait_for_members(0)
+        held.append({"descriptors": worker.num_fds(), "threads": worker.num_threads()})
+    return folder, under_way.end(), held
+
+
+@pytest.mark.long
+def test_six_machines_join_and_leave_one_after_the_other(undisturbed, six_have_come):
+    folder, last, _ = six_have_come
+    require_same(folder, undisturbed, last)
+    assert len(rows(folder, "members")) == 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["descriptors", "threads"])
+def test_what_a_process_holds_does_not_grow_with_the_changes_of_members(what, six_have_come):
+    counts = [one[what] for one in six_have_come[2]]
+    assert counts[-1] <= counts[0] + 3, counts  # one or two come and go
 
 
 def test_data_that_are_not_there_on_the_machine_that_joins_end_no_run(undisturbed, tmp_path):

@@ -14,6 +14,7 @@ import atexit
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,9 +49,18 @@ KEEP_BUFFERS = "forward_sync_buffers" if IS_NEWER else "broadcast_buffers"  # th
 class UnevenDistributedDataParallel(DistributedDataParallel):
     """What `wrap` returns: DistributedDataParallel that sums, with a guard for each step (guards/gradients.py)."""
 
-    def __init__(self, net: torch.nn.Module, timer: StepTimer, guard: Guard, **options: Any):
+    def __init__(
+        self,
+        net: torch.nn.Module,
+        timer: StepTimer,
+        guard: Guard,
+        sum_gradients: Callable[[dist.GradBucket], Summed],
+        **options: Any,
+    ):
         super().__init__(net, **options)  # sends rank 0's buffers
-        self.timer, self.guard = timer, guard
+        self.timer, self.guard, self.sum_gradients = timer, guard, sum_gradients
+        # Weak: DDP's C++ keeps what it is given here, and no garbage collector would find a circle through it.
+        self.register_comm_hook(weakref.ref(self), _sum_over_ranks)
         guard.watch(timer, self.process_group)
         for parameter in net.parameters():
             if parameter.requires_grad:
@@ -158,13 +168,12 @@ def wrap(
         EmptyPartsApart(net, compiled, pad_empty_batch) if compiled or pad_empty_batch else net,
         timer,
         Guard(net, layout_dependent, no_micro_batches),
+        apart.sum_gradients if apart else gradient_sum(compress),
         device_ids=[timer.device] if timer.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         process_group=apart.group if apart else None,
         **{KEEP_BUFFERS: False},
     )
-    sum_gradients = apart.sum_gradients if apart else gradient_sum(compress)
-    wrapped.register_comm_hook((timer, wrapped.guard, sum_gradients), _sum_over_ranks)
 
     def compute(rows: int) -> Any:
         return compute_loss(wrapped, batches.sample_batch(rows))
@@ -209,13 +218,15 @@ def loss_of(computed: Any) -> torch.Tensor:
 
 
 def _sum_over_ranks(
-    state: tuple[StepTimer, Guard, Callable[[dist.GradBucket], Summed]], bucket: dist.GradBucket
+    which: "weakref.ref[UnevenDistributedDataParallel]", bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook: sums a bucket. Notes when this rank's last gradients are ready."""
-    timer, guard, sum_gradients = state
+    """DDP's communication hook: sums a bucket of a model. Notes when this rank's last gradients are ready."""
+    model = which()
+    assert model is not None  # its backward runs
+    timer, sum_gradients = model.timer, model.sum_gradients
     if bucket.is_last():
         timer.mark("ready")
-        guard.exchanges += 1
+        model.guard.exchanges += 1
     if timer.at_exchange and bucket.index() == 0:
         numbers = timer.at_exchange()
         if sum_gradients is sum_bucket:

@@ -66,7 +66,7 @@ class StepTimer:
         # Called when the exchange of a step's gradients begins; gives numbers that are summed over the ranks with them.
         self.at_exchange: Callable[[], torch.Tensor] | None = None
         self.on_mark: Callable[[str, Any], None] | None = None  # called with each mark's name and time
-        # That `ddp.wrap` has made with this timer; weak, because their hooks hold the timer, which no collector sees.
+        # That `ddp.wrap` has made with this timer, as long as somebody uses them.
         self.models: WeakSet[Any] = WeakSet()
 
     def next_item(self) -> None:
