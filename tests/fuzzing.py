@@ -349,14 +349,13 @@ def standby() -> Standby:
 def came(guest: Any) -> None:
     """The rank that leads reads what a stranger has written at its standby."""
     content, store = guest.decode("latin-1") if isinstance(guest, bytes) else json.dumps(guest), standby().store
-    store.set("present", "1")
-    store.set("present/1", f"{seal(b'', 'present', '1', content)} {content}")
-    standby().seen.clear()
+    number = store.add("present", 1)
+    store.set(f"present/{number}", f"{seal(b'', 'present', str(number), content)} {content}")
     with contextlib.redirect_stdout(io.StringIO()):
         standby().look()
     if not standby().waiting:
         raise UserError("ignored")
-    standby().answer(1, {})
+    standby().answer(number, {})
 
 
 TARGETS = {

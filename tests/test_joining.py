@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import Interrupted
 from common.join import network
+from common.join.store import connect, split
 from common.launch.addresses import free_port, host_and_port
 from tests.harness import (
     BERT,
@@ -309,12 +310,14 @@ def six_have_come(tmp_path_factory):
     folder = tmp_path_factory.mktemp("six") / "run"
     under_way, held = Run(folder), []
     (worker,) = psutil.Process(under_way.first.processes[0].pid).children()
+    address = under_way.address.replace(":", " ")
     for number in range(1, 7):
         machine = under_way.join()
         under_way.wait_for_members(0, number)
         under_way.leaves(machine, signal.SIGTERM)
         under_way.wait_for_members(0)
-        held.append({"descriptors": worker.num_fds(), "threads": worker.num_threads()})
+        keys = connect(*split(address), TIMEOUT_SECONDS).num_keys()
+        held.append({"descriptors": worker.num_fds(), "threads": worker.num_threads(), "keys of its store": keys})
     return folder, under_way.end(), held
 
 
@@ -326,7 +329,7 @@ def test_six_machines_join_and_leave_one_after_the_other(undisturbed, six_have_c
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["descriptors", "threads"])
+@pytest.mark.parametrize("what", ["descriptors", "threads", "keys of its store"])
 def test_what_a_process_holds_does_not_grow_with_the_changes_of_members(what, six_have_come):
     counts = [one[what] for one in six_have_come[2]]
     assert counts[-1] <= counts[0] + 3, counts  # one or two come and go

@@ -108,6 +108,7 @@ class Membership:
         self.standby.store.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
         self.standby.store.set(LEADER, address_of(views[0]))
         self.standby.post_run(self.run())
+        self.standby.forget_generations(self.generation - 1)  # a rank of the last one may still say why it has ended
 
     @property
     def staying(self) -> list[dict]:

@@ -6,9 +6,14 @@ At the standby of the rank that leads, each value after the seal with the job's 
     present           counts the processes that have come here
     /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
     /verdict/N        the leader's answer to it: the members of the next generation
+
+A generation meets at the standby of its leader too. Whoever has read a value that is for it alone deletes it, because
+a run may last for weeks.
 """
 
+import contextlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +30,7 @@ from common.join.store import connect, serve_at, split
 ANSWER_SECONDS = 1.0  # for a store to answer
 REACH_SECONDS = 0.5  # for a machine to accept a connection
 PAUSE_SECONDS = 0.05  # between two attempts
+OF_GENERATION = re.compile(r"(?:join|run/[^/]+)/(\d+)/")  # a key of the handshake, or of what follows it
 ALIVE, DEAD, SILENT = "alive", "dead", "silent"
 
 
@@ -36,17 +42,21 @@ class Standby:
         self.address = f"{host} {port}"  # which also tells one process from another
         self.secret = secret
         self.silent: set[str] = set()  # the standbys of those that could not be reached once
-        self.seen: set[int] = set()  # the numbers of those that have come
+        self.counted, self.coming = 0, set[int]()  # of those that have come, and who has said nothing yet
         self.waiting: dict[int, dict] = {}  # those that have had no verdict yet, by number
 
     def look(self) -> None:
         """Note who has come, and who has left."""
-        for number in range(1, self.store.add("present", 0) + 1):
-            if number not in self.seen and self.store.check([f"present/{number}"]):
-                self.seen.add(number)
+        before, self.counted = self.counted, self.store.add("present", 0)
+        self.coming |= set(range(before + 1, self.counted + 1))
+        for number in sorted(self.coming):
+            if self.store.check([f"present/{number}"]):
+                self.coming.remove(number)
                 self._admit(number, self.store.get(f"present/{number}").decode(errors="replace"))
+                self.store.delete_key(f"present/{number}")
         for number in list(self.waiting):
             if self.store.check([f"present/{number}/left"]):
+                self.store.delete_key(f"present/{number}/left")
                 del self.waiting[number]
 
     def _admit(self, number: int, posted: str) -> None:
@@ -71,6 +81,12 @@ class Standby:
     def _post(self, number: int, verdict: dict) -> None:
         content = json.dumps(verdict)
         self.store.set(f"verdict/{number}", f"{seal(self.secret, 'verdict', str(number), content)} {content}")
+
+    def forget_generations(self, before: int) -> None:
+        """Delete what the members of these generations have left here, which nobody reads any more."""
+        for key in self.store.list_keys():
+            if (found := OF_GENERATION.match(key)) and int(found[1]) < before:
+                self.store.delete_key(key)
 
 
 def posted_run(store: dist.Store, secret: bytes) -> dict | None:
@@ -106,6 +122,8 @@ class Visit:
         code, _, content = self.store.get(f"verdict/{self.number}").decode(errors="replace").partition(" ")
         if not is_sealed(self.secret, code, "verdict", str(self.number), content):
             raise UserError(f"{OTHER_SECRET} than the run that is under way: give the same on every node")
+        with contextlib.suppress(RuntimeError):  # its process may have ended by now
+            self.store.delete_key(f"verdict/{self.number}")
         return json.loads(content)
 
     def leave(self) -> None:

@@ -3,18 +3,25 @@
 import contextlib
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from common.launch.layout import Layout, Worker
 
 
+named: list[Worker] = []  # the place of this process, whose name those that it forks get
+
+
 def name_worker(worker: Worker) -> None:
-    """Show this process as that worker, and those that it forks, such as a plain DataLoader's, as its processes."""
-    role = f"rank {worker.rank} of {worker.world_size}"
-    _show(role, worker.layout)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=partial(_show, f"process of {role}", worker.layout))
+    """Show this process as that worker, and those that it forks, such as a plain DataLoader's, as its processes. Call
+    it again in another place."""
+    _show(_role(worker), worker.layout)
+    if not named and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _show(f"process of {_role(named[0])}", named[0].layout))
+    named[:] = [worker]
+
+
+def _role(worker: Worker) -> str:
+    return f"rank {worker.rank} of {worker.world_size}"
 
 
 def name_supervisor(layout: Layout) -> None:
