@@ -99,8 +99,8 @@ def note_in_turns(self, step, *rest, **more):
         self.timer.at_exchange = exchanged[0] if is_on else None  # in the next step
 
 
-def end_step_in_turns(self, work):
-    return end_step(self, work) if steps and steps[-1][1] else False
+def end_step_in_turns(self, step, work):
+    return end_step(self, step, work) if steps and steps[-1][1] else False
 
 
 def summary_of_turns(self, step, **numbers):

@@ -224,7 +224,7 @@ class Run:
         evaluates = self.nodes.end_step(wants_evaluation(self, self.step), now=ends)
         self.log.note(self.step, self.rates[0], sum(self.rates), self.grad_norm, batch.global_count)
         self.rates = []
-        self.balancer.end_step(batch.work)  # every few steps, the ranks exchange their speeds
+        self.balancer.end_step(self.step, batch.work)  # every few steps, the ranks exchange their speeds
         find_due(self, evaluates)
 
     # --- what is due ---------------------------------------------------------------------------------------------

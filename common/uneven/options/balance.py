@@ -9,10 +9,12 @@ stays the same, because the optimisation does not depend on the shares:
     shares by speed                         40    39    39    10      0.40 s
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,6 +28,7 @@ from common.uneven.sampling import UnevenDistributedSampler
 WINDOW_STEPS, MOST_STEPS = 5, 50  # between two exchanges of the ranks' times
 WINDOW_MS = 200.0  # that the slowest rank computes in between, where 50 steps are enough: an exchange delays a step
 UNTIMED_STEPS = 2  # the first ones, which allocate memory and start libraries
+UNUSUAL_STEPS = 1  # with new shares, for whose sizes libraries prepare
 
 
 class Balancer:
@@ -53,27 +56,27 @@ class Balancer:
             )
         self.plan, self.sampler, self.timer, self.on = plan, sampler, timer, on and dist.get_world_size() > 1
         self.speeds = Speeds()
-        self.untimed, self.window_steps = UNTIMED_STEPS, WINDOW_STEPS
+        self.timed_from = 0  # the first step, counted from 1, that is timed
+        self.window_steps = WINDOW_STEPS
         self.work: list[float] = []  # of the steps of this window
         self.exchange: Exchange | None = None  # of the last window, under way
 
-    def end_step(self, work: float) -> bool:
-        """Call after each optimizer step, in which this rank has computed `work` samples, or tokens where lengths
-        differ. Every fifth call, or a later one where steps are short, starts to exchange a few numbers, and the next
-        one uses them: every rank must call this. True when the shares change.
+    def end_step(self, step: int, work: float) -> bool:
+        """Call after each optimizer step, of which `step` are done, and in which this rank has computed `work` samples,
+        or tokens where lengths differ. Every fifth call, or a later one where steps are short, starts to exchange a few
+        numbers, and the next one uses them: every rank must call this. True when the shares change.
         """
         if not self.on:
             return False
+        self.timed_from = self.timed_from or step + UNTIMED_STEPS
         with self.timer.span("shares"):
             changed = self._use_exchange()
-        if self.untimed:
-            self.untimed -= 1
-            return False
-        self.work.append(work)
+        if step >= self.timed_from:
+            self.work.append(work)
         if len(self.work) == self.window_steps:
             times = self.timer.latest(self.window_steps)
-            mine = [sum(self.work), sum(one.passes for one in times), sum(one.update for one in times)]
-            self.exchange = Exchange([*mine, self.sampler.next_step], self.timer.device, self.sampler.epoch)
+            numbers = [self.work, [one.passes for one in times], [one.update for one in times]]
+            self.exchange = Exchange(numbers, self.sampler.next_step, self.timer.device, self.sampler.epoch)
             self.work = []
         return changed
 
@@ -82,37 +85,39 @@ class Balancer:
         if not self.exchange:
             return False
         exchange, self.exchange = self.exchange, None
-        done, passes, update, next_steps = exchange.numbers()
-        steps, self.window_steps = self.window_steps, next_window(self.window_steps, passes, update)
-        if not any(done):  # nobody had work, so nothing is known
-            return False
-        self.speeds.note(done, passes, [one / steps for one in update], sum(done) / steps)
+        work, passes, update, next_steps = exchange.numbers()
+        self.window_steps = next_window(passes + update)
+        self.speeds.note(work, passes, update)
         from_step = int(max(next_steps)) + 1  # the first that no rank's loader has been given: one more step was taken
         if exchange.epoch != self.sampler.epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
             from_step = (self.sampler.epoch + 1) * self.plan.steps_per_epoch
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
         if weights:
             self.plan.change_shares(weights, from_step)
+            self.timed_from = from_step + 1 + UNUSUAL_STEPS
             self.timer.begin_checks()
         return bool(weights)
 
 
-def next_window(steps: int, passes: Sequence[float], update: Sequence[float]) -> int:
-    """How many steps the next window takes, given the milliseconds that each rank has computed in the last `steps`."""
-    step_ms = max(map(sum, zip(passes, update, strict=True))) / steps
+def next_window(took: np.ndarray) -> int:
+    """How many steps the next window takes, given the milliseconds that the ranks have computed in each step of the
+    last one, (steps, ranks)."""
+    step_ms = took.mean(axis=0).max()
     return min(MOST_STEPS, max(WINDOW_STEPS, math.ceil(WINDOW_MS / max(step_ms, 0.001))))
 
 
 class Exchange:
     """An all-gather of a few numbers, during the next step, so that nobody waits for it."""
 
-    def __init__(self, numbers: Sequence[float], device: torch.device, epoch: int):
-        self.epoch = epoch
-        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+    def __init__(self, of_steps: Sequence[Sequence[float]], next_step: int, device: torch.device, epoch: int):
+        """`of_steps` are lists with a number for each step of a window."""
+        self.epoch, self.kinds = epoch, len(of_steps)
+        mine = torch.tensor([next_step, *itertools.chain(*of_steps)], dtype=torch.float64, device=device)
         self.everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         self.work: Any = dist.all_gather(self.everyone, mine, async_op=True)
 
-    def numbers(self) -> list[list[float]]:
-        """For each number, the values of all ranks."""
+    def numbers(self) -> list[np.ndarray]:
+        """Each of the lists of all ranks, (steps, ranks); then their next steps, (ranks,)."""
         self.work.wait()
-        return torch.stack(self.everyone).T.tolist()
+        of_ranks = torch.stack(self.everyone, dim=1).cpu().numpy()
+        return [*of_ranks[1:].reshape(self.kinds, -1, of_ranks.shape[1]), of_ranks[0]]

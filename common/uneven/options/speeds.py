@@ -1,62 +1,89 @@
-"""Speeds of the ranks, estimated from noisy times, and the shares that let all ranks end at the same time: no torch."""
+"""Speeds of the ranks, estimated from noisy times, and the shares with which a step takes the least time: no torch.
+
+Every rank computes the same shares from the same times, so nothing here may round in another way on another processor:
+no exponential, no matrix product.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 from math import log, sqrt
-from statistics import mean, median
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+import numpy as np
 
 from common.uneven.plan import split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
-CLEAR_GAIN = 0.9  # of it, below which the first windows are enough
-FEW_WINDOWS = 4  # of which noise is not known
+CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
 SURE = 3.0  # standard errors that a change of a speed, or a gain, must be larger than
 WINDOWS = 20  # windows kept
+MOST_SAMPLES = 200  # steps of these that are looked at
+GROWTH = 1.25  # of a share at once: the time of a rank may grow faster than its share
+ROUNDS = 30  # of the search for the best shares
+RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
-class Speeds:
-    """An estimate of the ranks' speeds, from the windows that are noted. Lists have one number a rank.
+class Window(NamedTuple):
+    """Some steps with the same shares: float64 (steps, ranks) each."""
 
-    A step takes rank r `cost[r] * work[r] + update[r]` milliseconds. A window's numbers are noisy, most of all where a
-    processor is shared or taken away in slices. So the mean of many windows counts, without the extreme ones; where
-    the speed of a rank has changed, those before are forgotten. New shares have a price, because libraries prepare for
-    each size of a batch: a gain must be larger than the noise.
+    cost: np.ndarray  # milliseconds of forward and backward for a unit of work
+    update: np.ndarray  # milliseconds of the optimizer's step
+
+
+class Speeds:
+    """What is known of the ranks' speeds, from the windows that are noted.
+
+    In step s, rank r computes for `cost[s, r] * work[r] + update[s, r]` milliseconds, and the step takes as long as its
+    slowest rank. The best shares are those with which the recorded steps would have taken the least time on average.
+    So a rank whose speed is high and low in turns, such as one whose processor is taken away in slices, gets less than
+    by its mean speed: nobody gains where it is fast, and all wait where it is slow. Where the speed of a rank has
+    changed, the windows before are forgotten. New shares have a price, because libraries prepare for each size of a
+    batch: a gain must be larger than the noise.
     """
 
     def __init__(self) -> None:
-        self.windows: deque[tuple[list[float], list[float]]] = deque(maxlen=WINDOWS)  # (cost, update) of each
-        self.cost: list[float] = []  # ms of forward and backward for a unit of work
-        self.update: list[float] = []  # ms of the optimizer's step
+        self.windows: deque[Window] = deque(maxlen=WINDOWS)
+        self.parts: deque[list[float]] = deque(maxlen=WINDOWS)  # each rank's part of the speed of all, in each window
+        self.with_these_shares = 0  # windows
+        self.known: np.ndarray | None = None  # each rank's last cost
         self.idle: list[int] = []  # windows since a rank had work
         self.step_work = 0.0  # of a step, over all ranks
         # How much a rank's part of the speed differs from one window to the next, as a logarithm: of the noisiest rank.
         self.differences: deque[float] = deque(maxlen=WINDOWS)
 
-    def note(self, work: Sequence[float], passes: Sequence[float], update: Sequence[float], step_work: float) -> None:
-        """Note a window: each rank's work and the milliseconds of its passes, summed, and of an update, on average.
-        `step_work` is the work of one step, over all ranks."""
-        was_idle = self.idle or [0] * len(work)
-        self.idle = [0 if done else idle + 1 for done, idle in zip(work, was_idle, strict=True)]
-        known = self.cost or [max(passes) / max(work)] * len(work)
-        cost = [ms / done if done else old for ms, done, old in zip(passes, work, known, strict=True)]
-        for rank, done in enumerate(work):
-            if done and was_idle[rank]:  # what was known of it is old
-                for earlier, _ in self.windows:
-                    earlier[rank] = cost[rank]
-        self.windows.append((cost, list(update)))
-        parts = [parts_of_speed(one) for one, _ in self.windows]  # a change that all ranks have changes no share
-        if len(parts) > 1:
-            self.differences.append(max(abs(log(a / b)) for a, b in zip(*parts[-2:], strict=True)))
-        for of_rank in zip(*parts, strict=True):
+    def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray) -> None:
+        """Note a window: each rank's work, and the milliseconds of its passes and of its update, (steps, ranks)."""
+        done, self.step_work = work.sum(axis=0), float(work.sum()) / len(work)
+        if not self.step_work:  # nobody had work, so nothing is known
+            return
+        was_idle = self.idle or [0] * len(done)
+        self.idle = [0 if one else idle + 1 for one, idle in zip(done, was_idle, strict=True)]
+        of_window = passes.sum(axis=0) / np.where(done, done, np.inf)
+        if self.known is None:
+            self.known = np.full(len(done), of_window.max())
+        self.known = np.where(done, of_window, self.known)
+        cost = np.where(work, passes / np.where(work, work, np.inf), self.known)
+        if any(idle and one for idle, one in zip(was_idle, done, strict=True)):  # what was known of it is old
+            self._forget(0)
+        self.windows.append(Window(cost, update))
+        self.parts.append(parts_of_speed(self.known.tolist()))  # a change that all ranks have changes no share
+        self.with_these_shares += 1
+        if len(self.parts) > 1:
+            self.differences.append(max(abs(log(a / b)) for a, b in zip(*list(self.parts)[-2:], strict=True)))
+        # With other shares, the time that a rank takes for its work may be another one, at the same speed.
+        for of_rank in zip(*list(self.parts)[-self.with_these_shares :], strict=True):
             if recent := windows_since_change(of_rank, self.noise):
-                self.windows = deque(list(self.windows)[-recent:], maxlen=WINDOWS)
-        costs, updates = zip(*self.windows, strict=True)
-        self.cost = [middle(column) for column in zip(*costs, strict=True)]
-        self.update = [middle(column) for column in zip(*updates, strict=True)]
-        self.step_work = step_work
+                self._forget(recent)
+
+    def _forget(self, but: int) -> None:
+        """Forget all windows but the last ones."""
+        for of_windows in (self.windows, self.parts):
+            while len(of_windows) > but:
+                of_windows.popleft()
 
     @property
     def noise(self) -> float:
@@ -66,34 +93,71 @@ class Speeds:
 
     def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
         """The best weights, in samples of a global batch, or None where those in use, `weights`, are about as good."""
-        unit = self.step_work / global_batch
-        best = [work / unit for work in fastest(self.cost, self.update, self.step_work)]
-        probes = [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]
-        for rank in probes:
-            best[rank] = max(best[rank], 1.0)
-        now, then = (split(global_batch, which) for which in (weights, best))
-        if probes or self._is_worthwhile(now, then, unit):
-            return tuple(best)
-        return None
+        now, unit = np.array(split(global_batch, weights), float), self.step_work / global_batch
+        found = self._of_few(now, unit) if len(self.windows) <= len(CLEAR_GAINS) else self._of_many(now, unit)
+        if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
+            found = now if found is None else found
+            found[probes] = np.maximum(found[probes], 1.0)
+        if found is not None:
+            self.with_these_shares = 0
+        return None if found is None else tuple(found.tolist())
 
-    def _is_worthwhile(self, now: Sequence[int], then: Sequence[int], unit: float) -> bool:
-        """Whether shares `then` are better than `now` by so much that a change pays."""
+    def _of_few(self, now: np.ndarray, unit: float) -> np.ndarray | None:
+        """From the medians, because of few windows noise is not known."""
+        cost, update = (np.median(np.concatenate(one), axis=0) for one in zip(*self.windows, strict=True))
+        best = np.array(fastest(cost.tolist(), update.tolist(), self.step_work)) / unit
+        gain = (cost * unit * best + update).max() / (cost * unit * now + update).max()
+        return best if gain < CLEAR_GAINS[len(self.windows) - 1] else None
 
-        def time_left(cost: Sequence[float], update: Sequence[float]) -> float:
-            return _step_ms(then, unit, cost, update) / _step_ms(now, unit, cost, update)
+    def _of_many(self, now: np.ndarray, unit: float) -> np.ndarray | None:
+        cost, update = (np.concatenate(one) for one in zip(*self.windows, strict=True))
+        cost = cost * unit
+        number = np.repeat(np.arange(len(self.windows)), [len(one.cost) for one in self.windows])  # of a step's window
+        took = (cost * now + update).max(axis=1)
+        chosen = np.flatnonzero(took <= np.quantile(took, 1 - RARE))[:: -(-len(took) // MOST_SAMPLES)]
+        best = least_time(cost[chosen], update[chosen], now)
+        before, after = ((cost[chosen] * one + update[chosen]).max(axis=1) for one in (now, best))
+        gains = [float((before - after)[number[chosen] == one].mean()) for one in np.unique(number[chosen])]
+        is_sure = len(gains) > 1 and mean(gains) > SURE * stdev(gains) / sqrt(len(gains))
+        return best if is_sure and after.mean() < MIN_GAIN * before.mean() else None
 
-        gain = time_left(self.cost, self.update)
-        least = MIN_GAIN if len(self.windows) >= FEW_WINDOWS else CLEAR_GAIN
-        return log(gain) < min(log(least), -SURE * self.noise / sqrt(len(self.windows)))
+
+def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Shares with the sum of `now`, none of them more than GROWTH times as large, with which steps that cost so much a
+    sample, (steps, ranks), take the least time on average: the mean over the steps of the slowest rank's time.
+
+    That mean is convex in the shares. Its slope for a rank is the mean of its cost in the steps in which it is the
+    slowest. Each round takes from the ranks with a steep slope, and gives to the others; the best shares count.
+    """
+    total, most = now.sum(), now * GROWTH
+    found, best, least = now, now, np.inf
+    for round_ in range(ROUNDS):
+        took = cost * found + update
+        slowest = took.argmax(axis=1)
+        time = took.max(axis=1).mean()
+        if time < least:
+            best, least = found, time
+        slope = np.where(slowest[:, None] == np.arange(len(now)), cost, 0.0).mean(axis=0)
+        if not (usual := (slope * found).sum() / total):  # the slowest one has no samples
+            break
+        moved = found * np.clip(1 - 0.5 / (1 + round_ / 5) * (slope / usual - 1), 0.5, 2.0)
+        found = capped(moved, most, total)
+    return best
 
 
-def _step_ms(shares: Sequence[int], unit: float, cost: Sequence[float], update: Sequence[float]) -> float:
-    """How long the slowest rank computes in a step."""
-    return max(share * unit * one + more for share, one, more in zip(shares, cost, update, strict=True))
+def capped(shares: np.ndarray, most: np.ndarray, total: float) -> np.ndarray:
+    """In proportion to `shares`, with the sum `total`, and none more than `most`, whose sum is larger."""
+    for _ in range(len(shares)):
+        is_full = shares >= most
+        rest = np.where(is_full, 0.0, shares)
+        shares = np.where(is_full, most, rest * ((total - most[is_full].sum()) / max(rest.sum(), 1e-12)))
+        if not (shares > most).any():
+            break
+    return shares
 
 
 def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list[float]:
-    """`work` divided between the ranks so that the last one is done as early as possible.
+    """`work` divided between ranks of steady speeds so that the last one is done as early as possible.
 
     Rank r takes cost[r] for a unit and update[r] besides. All ranks that get work end at the same time T, and
     sum((T - update[r]) / cost[r]) = work; a rank whose update alone takes longer than T gets none.
@@ -123,11 +187,3 @@ def windows_since_change(parts: Sequence[float], noise: float) -> int:
         if is_outside and abs(log(mean(now) / mean(before))) > least:
             return recent
     return 0
-
-
-def middle(numbers: Sequence[float]) -> float:
-    """The mean without the fifth that is lowest and the fifth that is highest; of few numbers, the median."""
-    if len(numbers) < 5:
-        return median(numbers)
-    cut = len(numbers) // 5
-    return mean(sorted(numbers)[cut:-cut])

@@ -145,14 +145,16 @@ class StepTimer:
     def _times(self, done: Sequence[Marks]) -> list[StepTimes]:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
-        return [_times_of(marks) for marks in done]
+        between = torch.cuda.Event.elapsed_time if self.is_cuda else _on_clock
+        return [_times_of(marks, between) for marks in done]
 
 
-def _times_of(marks: Marks) -> StepTimes:
-    loading, passes, exchange, update = (_milliseconds(marks[start], marks[end]) for start, end in PARTS)
-    further = _milliseconds(marks["further"], marks["done"]) if "done" in marks else 0.0
+def _times_of(marks: Marks, between: Callable[[Any, Any], float]) -> StepTimes:
+    """`between` gives the milliseconds from one mark to another."""
+    loading, passes, exchange, update = [between(marks[start], marks[end]) for start, end in PARTS]
+    further = between(marks["further"], marks["done"]) if "done" in marks else 0.0
     return StepTimes(loading, passes, exchange + further, update - further)
 
 
-def _milliseconds(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+def _on_clock(start: float, end: float) -> float:
+    return (end - start) * 1e3
