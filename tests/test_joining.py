@@ -282,18 +282,18 @@ def test_a_machine_that_waits_is_let_in_although_the_one_that_leads_leaves(undis
     assert other.processes[0].exitcode == new.processes[0].exitcode == 0
 
 
-ENDS_WHILE_ONE_WAITS = {
-    "    with Run(": """    __import__("common.elastic.lookout").elastic.lookout.COMPLETE_SECONDS = 1e9  # nobody is let in
-    with Run(""",
-    "            run.end_step()": """            while run.step + 1 == run.total_steps and not run.members.membership.standby.waiting:
+NOBODY_IS_LET_IN = """    __import__("common.elastic.lookout").elastic.lookout.COMPLETE_SECONDS = 1e9
+    with Run("""
+UNTIL_ONE_WAITS = """            standby = run.members.membership.standby
+            while run.step + 1 == run.total_steps and not standby.waiting:
                 __import__("time").sleep(0.02)
-            run.end_step()""",
-}
+            run.end_step()"""
 
 
 @pytest.mark.long
 def test_a_machine_that_still_waits_when_the_run_ends_is_told_so(undisturbed, tmp_path):
-    under_way = Run(tmp_path / "run", trainer=Patient(tmp_path, ENDS_WHILE_ONE_WAITS))
+    changes = {"    with Run(": NOBODY_IS_LET_IN, "            run.end_step()": UNTIL_ONE_WAITS}
+    under_way = Run(tmp_path / "run", trainer=Patient(tmp_path, changes))
     new = under_way.join()
     new.wait_for("waiting to be let in")
     require_same(tmp_path / "run", undisturbed, under_way.end())

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from common.launch.layout import Layout, Worker
 
-
 named: list[Worker] = []  # the place of this process, whose name those that it forks get
 
 

@@ -14,6 +14,7 @@ from common.errors import RunError, UserError
 from common.record.lock import lock, refuse_another_run
 from common.record.trackers import Trackers
 
+to_json = json.JSONEncoder(allow_nan=False).encode  # raises ValueError for numbers that are not finite
 OF_STEPS = ("train", "ranks")  # kinds of rows of which there is one for each step, or each exchange
 
 
@@ -139,6 +140,7 @@ class Metrics:
         if self.path.exists():
             drop_rows_after(self.path, first_step)
         self.file = self.path.open("a")
+        self.added: list[str] = []  # rows that are to be written
         self.last_before = last_rows(self.path)
 
     def write(self, kind: str, step: int, **numbers: Any) -> None:
@@ -147,28 +149,31 @@ class Metrics:
         Raises RunError when the disk is full.
         """
         self.add(kind, step, **numbers)
-        with self._explained():
-            self.file.flush()
-
-    def add(self, kind: str, step: int, **numbers: Any) -> None:
-        """Like `write`, but the row may be in the file only once another one is written."""
-        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
-        for name, one in numbers.items():
-            if isinstance(one, float) and not math.isfinite(one):
-                row[name] = None
-        with self._explained():
-            self.file.write(json.dumps(row) + "\n")
-        self.trackers(row)
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
         try:
-            yield
+            self._write_added()
+            self.file.flush()
         except OSError as error:
             raise RunError(f"could not write {self.path}: {error.strerror}; checkpoints are intact") from error
 
+    def add(self, kind: str, step: int, **numbers: Any) -> None:
+        """Like `write`, but the row is in the file only once another one is written."""
+        row = {"kind": kind, "step": step, "epoch": (step - 1) // self.steps_per_epoch, **numbers}
+        try:
+            line = to_json(row)
+        except ValueError:
+            row |= {k: None for k, one in numbers.items() if isinstance(one, float) and not math.isfinite(one)}
+            line = json.dumps(row)
+        self.added.append(line)
+        self.trackers(row)
+
+    def _write_added(self) -> None:
+        added, self.added = self.added, []
+        self.file.writelines(f"{line}\n" for line in added)
+
     def close(self) -> None:
         """Once, or more often."""
+        if not self.file.closed:
+            self._write_added()
         self.file.close()
         self.lock.close()
         self.trackers.close()

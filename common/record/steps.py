@@ -10,7 +10,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.uneven.options.timer import StepTimer
 
-Rate = float | torch.Tensor
+Number = float | torch.Tensor  # on a GPU a tensor, for which nobody waits before the exchange
 SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
 OF_STEPS = ("loss", "grad_norm", "count", "rates", "loading", "compute", "exchange")  # times in milliseconds
 OTHER_COUNT = (
@@ -26,15 +26,15 @@ OTHER_RATE = (
 
 @dataclass(slots=True)
 class LocalStep:
-    """One optimizer step as this rank knows it. Tensors stay on the device."""
+    """One optimizer step as this rank knows it."""
 
     step: int
-    loss: torch.Tensor  # this rank's part of it: what its backward has had
-    global_loss: torch.Tensor | None  # of all ranks, where that is known already
+    loss: Number  # this rank's part of it: what its backward has had
+    global_loss: Number | None  # of all ranks, where that is known already
     count: float  # what each rank's summed loss was divided by
-    lr: Rate  # of the first group of parameters
-    rates: Rate  # the sum of those of all groups
-    grad_norm: torch.Tensor
+    lr: Number  # of the first group of parameters
+    rates: Number  # the sum of those of all groups
+    grad_norm: Number
 
     def as_global(self) -> "GlobalStep | None":
         """This step as all ranks know it; None where this rank does not know the loss of all."""
@@ -88,19 +88,21 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     Raises UserError on every rank where they have divided a step's loss by different counts, or have taken a step with
     different learning rates.
     """
-    losses = torch.stack([one.loss for one in noted])
-    norms = torch.stack([one.grad_norm for one in noted]).detach().to(losses)
-    numbers = [
-        [one.count, float(one.rates), took.loading, took.compute, took.exchange, *now.values()]
-        for one, took in zip(noted, timer.take(), strict=True)
+    took = timer.take()
+    columns: list[Sequence[Number]] = [  # of OF_STEPS
+        *([one.loss for one in noted], [one.grad_norm for one in noted]),
+        *([one.count for one in noted], [float(one.rates) for one in noted]),
+        *([one.loading for one in took], [one.compute for one in took], [one.exchange for one in took]),
+        [*now.values()],
     ]
-    mine = torch.cat([torch.stack([losses, norms]), losses.new_tensor(numbers).T])  # (names, steps)
+    mine = torch.cat([_vector(numbers, timer.device) for numbers in columns])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     began = time.perf_counter()
     dist.all_gather(everyone, mine)
-    rows = torch.stack(everyone).cpu().unbind(dim=1)
+    rows = torch.stack(everyone).cpu()
     took_here = time.perf_counter() - began
-    found = dict(zip((*OF_STEPS, *now), rows, strict=True))
+    of_steps, of_now = rows.split([len(OF_STEPS) * len(noted), len(now)], dim=1)
+    found = dict(zip(OF_STEPS, of_steps.unflatten(1, (len(OF_STEPS), -1)).unbind(dim=1), strict=True))
     counts, rates = found["count"], found["rates"]
     _require_none(counts != counts[0], counts, noted, OTHER_COUNT)
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
@@ -109,7 +111,14 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
         GlobalStep(one.step, loss if one.global_loss is None else float(one.global_loss), float(one.lr), norm)
         for one, loss, norm in zip(noted, sums, largest, strict=True)
     ]
-    return ExchangedSteps(done, found, {name: found[name][:, 0].tolist() for name in now}, took_here)
+    return ExchangedSteps(done, found, dict(zip(now, of_now.T.tolist(), strict=True)), took_here)
+
+
+def _vector(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
+    """float64 on `device`, of numbers that are all tensors or none."""
+    if numbers and isinstance(numbers[0], torch.Tensor):
+        return torch.stack(list(numbers)).detach().to(device, torch.float64)  # type: ignore[arg-type]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _require_none(differs: torch.Tensor, values: torch.Tensor, noted: Sequence[LocalStep], said: str) -> None:

@@ -13,7 +13,7 @@ from common.errors import RunError
 from common.record import wording
 from common.record.clock import Clock, seconds_between_exchanges
 from common.record.output import Output
-from common.record.steps import ExchangedSteps, LocalStep, Rate, exchange_steps
+from common.record.steps import ExchangedSteps, LocalStep, Number, exchange_steps
 from common.record.trace import Trace
 from common.record.trace_files import write_trace
 from common.run.suspicious import evaluation_lines, first_step_lines, not_finite_lines
@@ -34,6 +34,7 @@ class StepLog:
         self.untrained_loss, self.nodes_apart = untrained_loss, run.nodes.is_on
         self.clock = Clock()
         self.noted: list[LocalStep] = []
+        self.noted_as: Callable[[torch.Tensor], Number] = torch.detach if self.timer.is_cuda else torch.Tensor.item
         self.exchange_at = 1  # exchange once this many steps are noted
         self.is_asked_for = False  # an exchange, by a rank, right after the last step
         self.asks: Callable[[], bool] = bool  # whether this rank does
@@ -88,7 +89,7 @@ class StepLog:
 
     # --- steps -------------------------------------------------------------------------------------------------
 
-    def note(self, step: int, lr: Rate, rates: Rate, grad_norm: torch.Tensor, count: float) -> None:
+    def note(self, step: int, lr: Number, rates: Number, grad_norm: torch.Tensor, count: float) -> None:
         """Note optimizer step `step`, counted from 1, on this rank; nothing is exchanged and nothing waits.
 
         Its loss is what backward has had; `count` is what the sum over all ranks was divided by.
@@ -96,9 +97,10 @@ class StepLog:
         self.timer.end_step()
         if self.trace:
             self.trace.end_step(step)
-        loss, global_loss, is_asked_for = self.precision.take_losses()
+        loss, everywhere, is_asked_for = self.precision.take_losses()
+        global_loss = None if everywhere is None else self.noted_as(everywhere)
         self.is_asked_for = is_asked_for or (self.is_alone and self.asks())
-        self.noted.append(LocalStep(step, loss, global_loss, count, lr, rates, grad_norm))
+        self.noted.append(LocalStep(step, self.noted_as(loss), global_loss, count, lr, rates, self.noted_as(grad_norm)))
         self.members.note_step(step, self.noted)
 
     @property
