@@ -47,11 +47,14 @@ class PlayedRun:
 
     def join(self, gpus: int) -> int:
         """Start a machine that joins the run. Returns its number."""
-        node = len(self.nodes)
-        self.joined[node] = ["--join", self.address(), "-g", str(gpus), "--device", "cpu"]
-        self.gpus = (*self.gpus, gpus)
+        node, self.gpus = len(self.nodes), (*self.gpus, gpus)
+        self.join_as(node)
         self.nodes.append(self._started(node))
         return node
+
+    def join_as(self, node: int) -> None:
+        """From now on, this machine is started to join the run."""
+        self.joined[node] = ["--join", self.address(), "-g", str(self.gpus[node]), "--device", "cpu"]
 
     def _started(self, node: int) -> subprocess.Popen:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{self.script.parents[1]}:{ROOT}"}

@@ -83,15 +83,20 @@ class Battered(PlayedRun):
         self.done, self.returns = collections.Counter[str](), dict[int, float]()
         self.thin_since = dict[int, float]()
 
+    def is_member(self, one: psutil.Process) -> bool:
+        """Whether this process serves one of the members' standbys: others wait to be let in, or for node 0."""
+        ports = {int(line.split()[1]) for line in (self.folder / "members.txt").read_text().splitlines()}
+        listens = {at.laddr.port for at in one.net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+        return not ports.isdisjoint(listens)
+
     def may_lose(self, victims: list[psutil.Process], stops: bool) -> bool:
-        """Would workers that have been in the run for a while be left, and more of them than are stopped? One that is
+        """Would members that have been in the run for a while be left, and more of them than are stopped? One that is
         stopped might go on by itself, so those that are left need the majority; one that has ended does not count."""
         running, stopped = 0, len(victims) * stops
         for node in range(len(self.nodes)):
-            is_led = self.nodes[node].poll() is None  # else its workers are about to end
             for one in list(self.workers(node).values()):
                 with contextlib.suppress(*PROCESS_ENDED):
-                    if is_led and one not in victims:
+                    if one not in victims and self.is_member(one):
                         is_stopped = one.status() == psutil.STATUS_STOPPED
                         stopped += is_stopped
                         running += not is_stopped and time.time() - one.create_time() > 15
@@ -149,8 +154,8 @@ class Battered(PlayedRun):
             elif now > self.returns[node]:
                 del self.returns[node]
                 self.thin_since.pop(node, None)
-                if node in self.joined:
-                    self.joined[node][1] = self.address()
+                if node in self.joined or self.nodes[0].returncode == 0:  # which has left: nobody is at --master-addr
+                    self.join_as(node)
                 self.start(node)
 
     def look(self) -> None:
