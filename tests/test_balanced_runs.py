@@ -1,11 +1,12 @@
 """Runs whose shares follow the ranks' speeds: the slow rank gets less, and the result stays the same."""
 
 import json
+import re
 
 import pytest
 
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, rows, weights
-from tests.trainers import altered
+from tests.trainers import NEXT_STEP, altered
 
 # 1,438 samples: 14 steps an epoch, so that shares change in mid-epoch, and a tail of 8 samples
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--global-batch", 110)
@@ -83,6 +84,17 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert node.code == 2
         assert "--balance auto times each rank's forward, which waits for the other ranks" in node.output
         assert "Traceback" not in node.output
+
+
+def test_a_rank_that_alone_changes_the_plan_is_named(tmp_path):
+    alone = "            if worker.rank == 1 and run.step == 8:\n"
+    alone += "                run.batches.plan.change_shares((1, 3), 9)\n"
+    trainer = altered(tmp_path / "alone_ddp", {NEXT_STEP: alone + NEXT_STEP})
+    for node in playing(trainer, nodes_of((1, 1), tmp_path, *FLAGS, "--balance", "auto"), tmp_path).results():
+        assert node.code == 1 and "Traceback" not in node.output, node.output
+        assert re.search(
+            r"rank 1 has the shares \d+, \d+, but rank 0 \d+, \d+, so samples would be left out", node.output
+        )
 
 
 def test_a_micro_batch_of_its_own_for_each_rank_changes_nothing(one_process, tmp_path):

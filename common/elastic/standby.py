@@ -24,6 +24,7 @@ from common.console import say
 from common.errors import UserError
 from common.join import network
 from common.join.handshake import OTHER_SECRET
+from common.join.lost import MEET
 from common.join.secret import is_sealed, seal
 from common.join.store import connect, serve_at, split
 
@@ -83,9 +84,10 @@ class Standby:
         self.store.set(f"verdict/{number}", f"{seal(self.secret, 'verdict', str(number), content)} {content}")
 
     def forget_generations(self, before: int) -> None:
-        """Delete what the members of these generations have left here, which nobody reads any more."""
+        """Delete what the members of these generations have left here, which nobody reads any more, but for the note
+        that they are to meet: a rank that was frozen may ask for it."""
         for key in self.store.list_keys():
-            if (found := OF_GENERATION.match(key)) and int(found[1]) < before:
+            if (found := OF_GENERATION.match(key)) and int(found[1]) < before and not key.endswith(MEET):
                 self.store.delete_key(key)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import RunError, UserError
 from common.uneven.ddp import UnevenDistributedDataParallel
 from common.uneven.options.speeds import Speeds
 from common.uneven.options.timer import StepTimer
@@ -75,8 +75,9 @@ class Balancer:
             self.work.append(work)
         if len(self.work) == self.window_steps:
             times = self.timer.latest(self.window_steps)
-            numbers = [self.work, [one.passes for one in times], [one.update for one in times]]
-            self.exchange = Exchange(numbers, self.sampler.next_step, self.timer.device, self.sampler.epoch)
+            of_steps = [self.work, [one.passes for one in times], [one.update for one in times]]
+            mine = [self.sampler.next_step, *self.plan.shares, *itertools.chain(*of_steps)]
+            self.exchange = Exchange(mine, self.timer.device, self.sampler.epoch)
             self.work = []
         return changed
 
@@ -85,10 +86,12 @@ class Balancer:
         if not self.exchange:
             return False
         exchange, self.exchange = self.exchange, None
-        work, passes, update, next_steps = exchange.numbers()
+        next_steps, shares, of_steps = np.split(exchange.numbers(), [1, 1 + len(self.plan.shares)])
+        _require_same(shares)
+        work, passes, update = of_steps.reshape(3, -1, len(self.plan.shares))
         self.window_steps = next_window(passes + update)
         self.speeds.note(work, passes, update)
-        from_step = int(max(next_steps)) + 1  # the first that no rank's loader has been given: one more step was taken
+        from_step = int(next_steps.max()) + 1  # the first that no rank's loader has been given: one more step was taken
         if exchange.epoch != self.sampler.epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
             from_step = (self.sampler.epoch + 1) * self.plan.steps_per_epoch
         weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
@@ -106,18 +109,28 @@ def next_window(took: np.ndarray) -> int:
     return min(MOST_STEPS, max(WINDOW_STEPS, math.ceil(WINDOW_MS / max(step_ms, 0.001))))
 
 
+def _require_same(shares: np.ndarray) -> None:
+    """Raise RunError on every rank unless all have the same shares, (of which rank, on which rank): each computes them
+    from the same times."""
+    for rank in np.flatnonzero((shares != shares[:, :1]).any(axis=0)):
+        here, there = (", ".join(f"{one:.0f}" for one in shares[:, which]) for which in (rank, 0))
+        raise RunError(
+            f"rank {rank} has the shares {here}, but rank 0 {there}, so samples would be left out or trained twice: "
+            "has one rank alone changed the plan? Else give --shares in place of --balance auto, and report this",
+            same_on_every_rank=True,
+        )
+
+
 class Exchange:
     """An all-gather of a few numbers, during the next step, so that nobody waits for it."""
 
-    def __init__(self, of_steps: Sequence[Sequence[float]], next_step: int, device: torch.device, epoch: int):
-        """`of_steps` are lists with a number for each step of a window."""
-        self.epoch, self.kinds = epoch, len(of_steps)
-        mine = torch.tensor([next_step, *itertools.chain(*of_steps)], dtype=torch.float64, device=device)
+    def __init__(self, numbers: Sequence[float], device: torch.device, epoch: int):
+        self.epoch = epoch
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         self.work: Any = dist.all_gather(self.everyone, mine, async_op=True)
 
-    def numbers(self) -> list[np.ndarray]:
-        """Each of the lists of all ranks, (steps, ranks); then their next steps, (ranks,)."""
+    def numbers(self) -> np.ndarray:
+        """Those of all ranks, (numbers, ranks)."""
         self.work.wait()
-        of_ranks = torch.stack(self.everyone, dim=1).cpu().numpy()
-        return [*of_ranks[1:].reshape(self.kinds, -1, of_ranks.shape[1]), of_ranks[0]]
+        return torch.stack(self.everyone, dim=1).cpu().numpy()

@@ -57,9 +57,10 @@ class Speeds:
 
     def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray) -> None:
         """Note a window: each rank's work, and the milliseconds of its passes and of its update, (steps, ranks)."""
-        done, self.step_work = work.sum(axis=0), float(work.sum()) / len(work)
-        if not self.step_work:  # nobody had work, so nothing is known
+        done = work.sum(axis=0)
+        if not done.any():  # nothing is known
             return
+        self.step_work = float(done.sum()) / len(work)
         was_idle = self.idle or [0] * len(done)
         self.idle = [0 if one else idle + 1 for one, idle in zip(done, was_idle, strict=True)]
         of_window = passes.sum(axis=0) / np.where(done, done, np.inf)
@@ -93,6 +94,8 @@ class Speeds:
 
     def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
         """The best weights, in samples of a global batch, or None where those in use, `weights`, are about as good."""
+        if not self.windows:
+            return None
         now, unit = np.array(split(global_batch, weights), float), self.step_work / global_batch
         found = self._of_few(now, unit) if len(self.windows) <= len(CLEAR_GAINS) else self._of_many(now, unit)
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
