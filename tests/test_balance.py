@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from common.uneven.options.balance import WINDOW_STEPS, next_window
-from common.uneven.options.speeds import IDLE_WINDOWS, Speeds, fastest, least_time
-from common.uneven.plan import plan_batches, split
+from common.uneven.options.speeds import IDLE_WINDOWS, Speeds, least_time
+from common.uneven.plan import fastest, plan_batches, split
 
 GLOBAL_BATCH = 256
 

@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 
-from common.uneven.options.speeds import fastest
-from common.uneven.plan import plan_batches, split
+from common.uneven.plan import fastest, plan_batches, split
 from tests.harness import ROOT
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

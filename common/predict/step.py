@@ -17,8 +17,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from common.record.clock import seconds_between_exchanges
-from common.uneven.options.speeds import fastest
-from common.uneven.plan import split
+from common.uneven.plan import fastest, split
 
 WORTH_A_FLAG = 0.95  # advise a flag that brings the time of a step below this part
 FORWARD = 1 / 3  # of forward and backward

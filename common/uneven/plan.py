@@ -108,3 +108,18 @@ def split(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     for index in by_remainder[: total - sum(parts)]:
         parts[index] += 1
     return tuple(parts)
+
+
+def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list[float]:
+    """`work` divided between ranks of steady speeds so that the last one is done as early as possible.
+
+    Rank r takes cost[r] for a unit and update[r] besides. All ranks that get work end at the same time T, and
+    sum((T - update[r]) / cost[r]) = work; a rank whose update alone takes longer than T gets none.
+    """
+    busy = set(range(len(cost)))
+    while True:
+        end = (work + sum(update[rank] / cost[rank] for rank in busy)) / sum(1 / cost[rank] for rank in busy)
+        late = {rank for rank in busy if update[rank] >= end}
+        if not late:
+            return [(end - update[rank]) / cost[rank] if rank in busy else 0.0 for rank in range(len(cost))]
+        busy -= late

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.uneven.plan import split
+from common.uneven.plan import fastest, split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
@@ -157,21 +157,6 @@ def capped(shares: np.ndarray, most: np.ndarray, total: float) -> np.ndarray:
         if not (shares > most).any():
             break
     return shares
-
-
-def fastest(cost: Sequence[float], update: Sequence[float], work: float) -> list[float]:
-    """`work` divided between ranks of steady speeds so that the last one is done as early as possible.
-
-    Rank r takes cost[r] for a unit and update[r] besides. All ranks that get work end at the same time T, and
-    sum((T - update[r]) / cost[r]) = work; a rank whose update alone takes longer than T gets none.
-    """
-    busy = set(range(len(cost)))
-    while True:
-        end = (work + sum(update[rank] / cost[rank] for rank in busy)) / sum(1 / cost[rank] for rank in busy)
-        late = {rank for rank in busy if update[rank] >= end}
-        if not late:
-            return [(end - update[rank]) / cost[rank] if rank in busy else 0.0 for rank in range(len(cost))]
-        busy -= late
 
 
 def parts_of_speed(costs: Sequence[float]) -> list[float]:
