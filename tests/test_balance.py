@@ -72,7 +72,8 @@ def test_the_shares_add_up_to_the_global_batch_whatever_the_speeds():
     chance = random.Random(1)
     for _ in range(200):
         cluster = Cluster([chance.uniform(0.01, 5) for _ in range(chance.randint(2, 12))], noise=0.3)
-        assert all(sum(cluster.window()) == GLOBAL_BATCH for _ in range(5))
+        found = [cluster.window() for _ in range(8)]
+        assert all(sum(shares) == GLOBAL_BATCH and min(shares) >= 0 for shares in found)
 
 
 def test_one_slow_step_changes_nothing():
@@ -83,16 +84,69 @@ def test_one_slow_step_changes_nothing():
     assert cluster.window() == cluster.window() == before
 
 
-@pytest.mark.parametrize("now", [0.25, 4.0])
-def test_a_rank_that_becomes_slow_or_fast_is_followed_within_three_windows(now):
-    cluster = Cluster([1.0, 1.0, 1.0])
+@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("now", [0.25, 0.7, 4.0])
+def test_a_rank_that_becomes_slow_or_fast_is_followed_within_three_windows(now, ranks):
+    cluster = Cluster([1.0] * ranks)
     for _ in range(4):
         cluster.window()
     cluster.ranks[1] = now
-    for _ in range(3):
+    for _ in range(4):
         shares = cluster.window()
-    best = Cluster([1.0, now, 1.0]).window()
+    best = Cluster([1.0, now, *[1.0] * (ranks - 2)]).window()
     assert cluster.step_ms(shares) <= 1.03 * cluster.step_ms(best)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_gives_every_rank_a_share_within_its_limit_and_no_worse_ones(seed):
+    chance = np.random.default_rng(seed)
+    ranks = int(chance.integers(2, 17))
+    cost = chance.uniform(0.5, 2.0, ranks) * chance.lognormal(0, chance.choice([0.01, 0.5]), (100, ranks))
+    update, now = chance.uniform(0, 30, ranks) * np.ones((100, 1)), np.array(split(256, [*chance.uniform(0, 1, ranks)]))
+    found = least_time(cost, update, now)
+    assert found.min() >= 0 and found.sum() == pytest.approx(256)
+    assert np.all((found <= np.maximum(1.25 * now, now + 1) + 1e-9) | (now <= 1))
+    assert (cost * found + update).max(axis=1).mean() <= (cost * now + update).max(axis=1).mean()
+
+
+@pytest.mark.parametrize("slowest, ranks", [(1.1, 8), (1.3, 16), (1.3, 32)])
+def test_the_search_finds_the_shares_of_many_ranks_too(slowest, ranks):
+    cost = np.random.default_rng(0).lognormal(0, 0.03, (100, ranks)) * np.array([slowest] + [1.0] * (ranks - 1))
+    now, update = np.full(ranks, 32.0), np.zeros((100, ranks))
+    by_mean = np.array(fastest(cost.mean(axis=0).tolist(), [0.0] * ranks, now.sum()))
+    found, wanted = ((cost * one).max(axis=1).mean() for one in (least_time(cost, update, now), by_mean))
+    assert found <= 1.001 * wanted
+
+
+def shares_of(cost, batch, windows, update_ms=0.0, rows=WINDOW_STEPS):
+    """The shares after each window of a run whose ranks take so long for a sample. The steps have `rows` samples."""
+    speeds, shares, found = Speeds(), split(batch, [1] * len(cost)), []
+    for _ in range(windows):
+        work = np.array([split(count, shares) for count in (rows if isinstance(rows, list) else [batch] * rows)], float)
+        speeds.note(work, work * cost + update_ms, np.zeros_like(work))
+        weights = speeds.better_shares(batch, shares)
+        shares = split(batch, weights) if weights else shares
+        found.append(shares)
+    return found
+
+
+@pytest.mark.parametrize("batch, cost", [(8, [100.0, 140.0]), (16, [50.0, 50.0, 50.0, 70.0])])
+def test_the_shares_of_a_small_batch_settle(batch, cost):
+    assert len(set(shares_of(cost, batch, 40)[5:])) == 1
+
+
+def test_a_small_last_batch_of_an_epoch_says_nothing_of_the_speeds():
+    assert set(shares_of([0.2] * 4, 256, 20, update_ms=2.0, rows=[256] * 5 + [1])) == {(64,) * 4}
+
+
+def test_a_rank_with_one_sample_gets_more_once_it_is_fast():
+    speeds, shares = Speeds(), (15, 1)
+    for cost in [150.0] * 4 + [24.0] * 6:
+        work = np.array([shares] * WINDOW_STEPS, dtype=float)
+        speeds.note(work, work * [10.0, cost], np.zeros_like(work))
+        if weights := speeds.better_shares(16, shares):
+            shares = split(16, weights)
+    assert shares == (11, 5)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -62,6 +62,7 @@ class Membership:
     standby: Standby
     gpu: str = ""  # the UUID of this process's, which no other one may have
     generation: int = 0
+    has_worked_in: int = 0  # the last generation whose ranks were connected
     # Where the rank that leads the run was, while this process prepares to be let in: it loads its data and builds its
     # model by itself.
     prepares_for: str = ""
@@ -108,7 +109,8 @@ class Membership:
         self.standby.store.set(ADDRESSES, json.dumps([address_of(view) for view in views]))
         self.standby.store.set(LEADER, address_of(views[0]))
         self.standby.post_run(self.run())
-        self.standby.forget_generations(self.generation - 1)  # a rank of the last one may still say why it has ended
+        self.standby.forget_generations(self.has_worked_in)  # a rank of that one may still say why it has ended
+        self.has_worked_in = self.generation
 
     @property
     def staying(self) -> list[dict]:

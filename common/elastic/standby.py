@@ -7,13 +7,14 @@ At the standby of the rank that leads, each value after the seal with the job's 
     /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
     /verdict/N        the leader's answer to it: the members of the next generation
 
-A generation meets at the standby of its leader too. Whoever has read a value that is for it alone deletes it, because
-a run may last for weeks.
+A generation meets at the standby of its leader too. Who reads what is for him alone deletes it, because a run may last
+for weeks.
 """
 
 import contextlib
 import json
 import re
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,16 @@ class Standby:
         self.address = f"{host} {port}"  # which also tells one process from another
         self.secret = secret
         self.silent: set[str] = set()  # the standbys of those that could not be reached once
+        self.looks = threading.Lock()
         self.counted, self.coming = 0, set[int]()  # of those that have come, and who has said nothing yet
         self.waiting: dict[int, dict] = {}  # those that have had no verdict yet, by number
 
     def look(self) -> None:
         """Note who has come, and who has left."""
+        with self.looks:  # a thread looks while the ranks train, and may end late
+            self._look()
+
+    def _look(self) -> None:
         before, self.counted = self.counted, self.store.add("present", 0)
         self.coming |= set(range(before + 1, self.counted + 1))
         for number in sorted(self.coming):
@@ -121,11 +127,12 @@ class Visit:
         """The leader's answer; None while there is none. Raises UserError if the leader has another secret."""
         if not self.store.check([f"verdict/{self.number}"]):
             return None
-        code, _, content = self.store.get(f"verdict/{self.number}").decode(errors="replace").partition(" ")
-        if not is_sealed(self.secret, code, "verdict", str(self.number), content):
-            raise UserError(f"{OTHER_SECRET} than the run that is under way: give the same on every node")
+        posted = self.store.get(f"verdict/{self.number}").decode(errors="replace")
         with contextlib.suppress(RuntimeError):  # its process may have ended by now
             self.store.delete_key(f"verdict/{self.number}")
+        code, _, content = posted.partition(" ")
+        if not is_sealed(self.secret, code, "verdict", str(self.number), content):
+            raise UserError(f"{OTHER_SECRET} than the run that is under way: give the same on every node")
         return json.loads(content)
 
     def leave(self) -> None:

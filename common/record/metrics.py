@@ -172,8 +172,8 @@ class Metrics:
 
     def close(self) -> None:
         """Once, or more often."""
-        if not self.file.closed:
-            self._write_added()
-        self.file.close()
-        self.lock.close()
-        self.trackers.close()
+        with contextlib.ExitStack() as closed:
+            for one in (self.trackers, self.lock, self.file):
+                closed.callback(one.close)
+            if not self.file.closed:
+                self._write_added()

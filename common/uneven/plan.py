@@ -10,6 +10,7 @@ The order of samples does not depend on the layout. With B = global_batch, step 
 Nothing is padded and nothing repeated. Only the last step of an epoch may hold fewer than B samples.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class BatchPlan:
         Every rank must make the same change. A loader that fetches ahead has cut some steps already: choose a
         `from_step` that none has reached (`UnevenDistributedSampler.next_step`).
         """
-        assert len(weights) == len(self.shares), (weights, self.shares)
+        assert len(weights) == len(self.shares) and min(weights) >= 0 < sum(weights) < math.inf, (weights, self.shares)
         while self.changes and self.changes[-1].from_step >= from_step:
             self.changes.pop()
         self.changes.append(Shares(from_step, tuple(weights), split(self.global_batch, weights)))

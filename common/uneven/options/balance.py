@@ -91,10 +91,14 @@ class Balancer:
         work, passes, update = of_steps.reshape(3, -1, len(self.plan.shares))
         self.window_steps = next_window(passes + update)
         self.speeds.note(work, passes, update)
+        is_other_epoch = exchange.epoch != self.sampler.epoch
+        if is_other_epoch and self.window_steps % self.plan.steps_per_epoch:  # a later window decides
+            return False
         from_step = int(next_steps.max()) + 1  # the first that no rank's loader has been given: one more step was taken
-        if exchange.epoch != self.sampler.epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
+        if is_other_epoch:  # loaders have fetched unknown steps of the new epoch meanwhile
             from_step = (self.sampler.epoch + 1) * self.plan.steps_per_epoch
-        weights = self.speeds.better_shares(self.plan.global_batch, self.plan.weights_at(from_step))
+        in_use = self.plan.weights_at(from_step)
+        weights = self.speeds.better_shares(self.plan.global_batch, in_use, not self.plan.balances_tokens)
         if weights:
             self.plan.change_shares(weights, from_step)
             self.timed_from = from_step + 1 + UNUSUAL_STEPS

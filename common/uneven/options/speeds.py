@@ -5,7 +5,7 @@ no exponential, no matrix product.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -24,6 +24,7 @@ ROUNDS = 30  # of the search for the best shares
 RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
+Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
@@ -61,16 +62,20 @@ class Speeds:
         if not done.any():  # nothing is known
             return
         self.step_work = float(done.sum()) / len(work)
-        was_idle = self.idle or [0] * len(done)
-        self.idle = [0 if one else idle + 1 for one, idle in zip(done, was_idle, strict=True)]
+        was_idle = np.array(self.idle or [0] * len(done))
+        self.idle = np.where(done, 0, was_idle + 1).tolist()
         of_window = passes.sum(axis=0) / np.where(done, done, np.inf)
         if self.known is None:
             self.known = np.full(len(done), of_window.max())
         self.known = np.where(done, of_window, self.known)
+        # In a small step, such as an epoch's last one, what each pass costs besides its samples would count as theirs.
+        whole = work.sum(axis=1) >= np.median(work.sum(axis=1)) / 2
         cost = np.where(work, passes / np.where(work, work, np.inf), self.known)
-        if any(idle and one for idle, one in zip(was_idle, done, strict=True)):  # what was known of it is old
-            self._forget(0)
-        self.windows.append(Window(cost, update))
+        self.windows.append(Window(cost[whole], update[whole]))
+        for back in np.flatnonzero(done * was_idle):  # what was known of these ranks is old
+            for one in self.windows:
+                one.cost[:, back], one.update[:, back] = self.known[back], update[:, back].mean()
+            self.parts.clear()
         self.parts.append(parts_of_speed(self.known.tolist()))  # a change that all ranks have changes no share
         self.with_these_shares += 1
         if len(self.parts) > 1:
@@ -92,71 +97,87 @@ class Speeds:
         a speed, which is one difference among them, does not count as noise."""
         return median(self.differences) if self.differences else 0.0
 
-    def better_shares(self, global_batch: int, weights: Sequence[float]) -> tuple[float, ...] | None:
-        """The best weights, in samples of a global batch, or None where those in use, `weights`, are about as good."""
+    def better_shares(
+        self, global_batch: int, weights: Sequence[float], in_samples: bool = True
+    ) -> tuple[float, ...] | None:
+        """The best shares of a global batch, or None where those that follow `weights` are about as good. They are
+        whole samples, unless parts of batches follow the weights as they are, in tokens."""
         if not self.windows:
             return None
-        now, unit = np.array(split(global_batch, weights), float), self.step_work / global_batch
-        found = self._of_few(now, unit) if len(self.windows) <= len(CLEAR_GAINS) else self._of_many(now, unit)
-        if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
-            found = now if found is None else found
-            found[probes] = np.maximum(found[probes], 1.0)
-        if found is not None:
-            self.with_these_shares = 0
-        return None if found is None else tuple(found.tolist())
 
-    def _of_few(self, now: np.ndarray, unit: float) -> np.ndarray | None:
+        def used(weights: np.ndarray) -> np.ndarray:
+            """The shares that follow these weights."""
+            in_use = split(global_batch, weights.tolist()) if in_samples else weights * (global_batch / weights.sum())
+            return np.array(in_use, dtype=float)
+
+        now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
+        best = (self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many)(now, unit, used).copy()
+        if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
+            best[probes] = np.maximum(best[probes], 1.0)
+        if (best == now).all():
+            return None
+        self.with_these_shares = 0
+        return tuple(best.tolist())
+
+    def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
         cost, update = (np.median(np.concatenate(one), axis=0) for one in zip(*self.windows, strict=True))
-        best = np.array(fastest(cost.tolist(), update.tolist(), self.step_work)) / unit
+        best = used(np.array(fastest(cost.tolist(), update.tolist(), self.step_work)))
         gain = (cost * unit * best + update).max() / (cost * unit * now + update).max()
-        return best if gain < CLEAR_GAINS[len(self.windows) - 1] else None
+        return best if gain < CLEAR_GAINS[len(self.windows) - 1] else now
 
-    def _of_many(self, now: np.ndarray, unit: float) -> np.ndarray | None:
+    def _of_many(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         cost, update = (np.concatenate(one) for one in zip(*self.windows, strict=True))
         cost = cost * unit
         number = np.repeat(np.arange(len(self.windows)), [len(one.cost) for one in self.windows])  # of a step's window
         took = (cost * now + update).max(axis=1)
         chosen = np.flatnonzero(took <= np.quantile(took, 1 - RARE))[:: -(-len(took) // MOST_SAMPLES)]
-        best = least_time(cost[chosen], update[chosen], now)
+        best = used(least_time(cost[chosen], update[chosen], now))
         before, after = ((cost[chosen] * one + update[chosen]).max(axis=1) for one in (now, best))
         gains = [float((before - after)[number[chosen] == one].mean()) for one in np.unique(number[chosen])]
         is_sure = len(gains) > 1 and mean(gains) > SURE * stdev(gains) / sqrt(len(gains))
-        return best if is_sure and after.mean() < MIN_GAIN * before.mean() else None
+        return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
 
 
 def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Shares with the sum of `now`, none of them more than GROWTH times as large, with which steps that cost so much a
-    sample, (steps, ranks), take the least time on average: the mean over the steps of the slowest rank's time.
+    """Shares with the sum of `now` with which steps that cost so much a sample, (steps, ranks), take the least time on
+    average: the mean over the steps of the slowest rank's time. None is more than GROWTH times as large as now, or one
+    sample larger; but that of a rank which has one sample, to measure it, may be anything.
 
     That mean is convex in the shares. Its slope for a rank is the mean of its cost in the steps in which it is the
-    slowest. Each round takes from the ranks with a steep slope, and gives to the others; the best shares count.
+    slowest. Each round takes from the ranks with a steep slope, and gives to the others; the best shares count. The
+    search begins with the shares that would be best for the mean costs.
     """
-    total, most = now.sum(), now * GROWTH
-    found, best, least = now, now, np.inf
+    total = now.sum()
+    most = np.where(now > 1, np.maximum(now * GROWTH, now + 1), total)
+    by_mean = np.array(fastest(cost.mean(axis=0).tolist(), update.mean(axis=0).tolist(), total))
+    found, best, least = capped(by_mean, most), now, (cost * now + update).max(axis=1).mean()
     for round_ in range(ROUNDS):
         took = cost * found + update
-        slowest = took.argmax(axis=1)
-        time = took.max(axis=1).mean()
+        slowest, time = took.argmax(axis=1), took.max(axis=1).mean()
         if time < least:
             best, least = found, time
         slope = np.where(slowest[:, None] == np.arange(len(now)), cost, 0.0).mean(axis=0)
         if not (usual := (slope * found).sum() / total):  # the slowest one has no samples
             break
-        moved = found * np.clip(1 - 0.5 / (1 + round_ / 5) * (slope / usual - 1), 0.5, 2.0)
-        found = capped(moved, most, total)
+        change = slope / usual - 1
+        found = capped(found * (1 - 0.5 / (1 + round_ / 5) * change / max(1.0, abs(change).max())), most)
     return best
 
 
-def capped(shares: np.ndarray, most: np.ndarray, total: float) -> np.ndarray:
-    """In proportion to `shares`, with the sum `total`, and none more than `most`, whose sum is larger."""
+def capped(shares: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Shares with the same sum, none more than `most`: what is too much goes to the others, in proportion to theirs,
+    and where these have none, to where there is room."""
+    total = shares.sum()
     for _ in range(len(shares)):
-        is_full = shares >= most
-        rest = np.where(is_full, 0.0, shares)
-        shares = np.where(is_full, most, rest * ((total - most[is_full].sum()) / max(rest.sum(), 1e-12)))
-        if not (shares > most).any():
-            break
-    return shares
+        over = np.maximum(shares - most, 0.0)
+        if not over.any():
+            return shares
+        shares = np.minimum(shares, most)
+        room = np.where(shares < most, shares, 0.0)
+        room = room if room.any() else most - shares
+        shares = shares + over.sum() * room / room.sum()
+    return np.minimum(shares, most) * (total / np.minimum(shares, most).sum())
 
 
 def parts_of_speed(costs: Sequence[float]) -> list[float]:
