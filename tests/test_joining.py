@@ -239,7 +239,7 @@ def test_a_machine_finds_a_run_by_its_folder_which_may_not_be_there_yet(tmp_path
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     joins = playing(patient.script, [Node(["--join", tmp_path / "run", "--device", "cpu"])], tmp_path / "second")
-    joins.wait_for("(no run with --elastic has begun there); giving up in")
+    joins.wait_for("(there is no such folder yet); giving up in")
     flags = [*Patient.FLAGS, "--out-dir", tmp_path / "run", "-g", 1, *ELASTIC]
     first = playing(patient.script, [Node(flags)], tmp_path / "first")
     joins.wait_for("let in; the log of the run is")
@@ -409,6 +409,8 @@ def test_what_is_no_run_that_can_be_joined_is_named(tmp_path):
     assert "nothing listens there: has the run ended?" in nothing
     assert "cannot resolve no-such-host.invalid" in join_at(tmp_path, "no-such-host.invalid:29500")
     assert "'29500' is not allowed: give HOST:PORT" in join_at(tmp_path, "29500")
+    (result,) = playing(MNIST, [Node(["--join", "http://127.0.0.1:29500/", "--device", "cpu"])], tmp_path).results()
+    assert result.code == 2 and "is not allowed: give HOST:PORT" in result.output, result.output
 
 
 def join_at(folder: Path, address: str, flag: str = "--join") -> str:

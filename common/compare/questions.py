@@ -147,9 +147,10 @@ def _later(found: Comparison, start: int, before: list[int]) -> Lines:
 def _growth(found: Comparison, start: int, so_far: float) -> Lines:
     now, precision = found.losses[start], _precision(found, start)
     grown = f"the difference is at most {so_far:.1e} before step {start}, and {now:.1e} there"
-    if "fp64" not in precision.split(" and ") and now <= SUDDEN * so_far:
+    if now <= SUDDEN * so_far:
         said = f"of {precision}: {grown}. Layouts add the same numbers in another order, and training amplifies the"
-        yield "expected", f"{said} last digits. To be sure, repeat both runs with --precision fp64."
+        surer = "a smaller --lr" if "fp64" in precision.split(" and ") else "--precision fp64"
+        yield "expected", f"{said} last digits. To be sure, repeat both runs with {surer}."
     else:
         yield "ask", f"about what is not in the gradient: {grown}. {SUDDENLY}"
 

@@ -72,17 +72,17 @@ def find(
                 if not leader and store.check([CURRENT]):
                     ranks_joined = min(ranks_joined, time.monotonic())
         if time.monotonic() - ranks_joined > ANNOUNCE_SECONDS:
-            raise UserError(f"{flag} {address}: the run there was started without --elastic, so its ranks stay")
+            raise UserError(
+                f"{flag} {address}: the run there was started without --elastic, so its ranks stay: "
+                "end it with Ctrl-C, and go on with --elastic 1 --resume"
+            )
         return None
 
     def meanwhile(elapsed_seconds: float) -> None:
         if is_time():
-            missing = is_folder(address) and not (folder / ADDRESSES).is_file()
-            why = (
-                "no run with --elastic has begun there"
-                if missing
-                else "no member of it answers: has it begun, has it ended?"
-            )
+            why = "no member of it answers: has it begun, has it ended?"
+            if is_folder(address) and not (folder / ADDRESSES).is_file():
+                why = "no run with --elastic has begun there" if folder.is_dir() else "there is no such folder yet"
             say(f"waiting for the run at {address} ({why}); giving up in {seconds - elapsed_seconds:.0f} s")
 
     if found := poll(look, seconds, meanwhile):

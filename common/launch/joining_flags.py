@@ -40,7 +40,8 @@ def flags_of_run(parser: argparse.ArgumentParser, told: dict[str, Any]) -> argpa
     own = cli.MAY_DIFFER | cli.LAYOUT | {"resume"}
     actions = {action.dest: action for action in parser._actions}
     if unknown := told.keys() - actions.keys() - parser._defaults.keys():
-        raise UserError(f"--join: the run has --{unknown.pop().replace('_', '-')}, unknown here: is the code the same?")
+        name = unknown.pop().replace("_", "-")
+        raise UserError(f"--join: the run has --{name}, unknown here: is it one of this trainer, with the same code?")
     taken = {}
     for name, value in told.items():
         if name in actions.keys() - own:

@@ -39,7 +39,7 @@ def port(text: str) -> int:
 
 def is_folder(text: str) -> bool:
     """Whether this value of --join is a folder, which may not be there yet."""
-    return "/" in text or Path(text).is_dir()
+    return ("/" in text and "://" not in text) or Path(text).is_dir()
 
 
 def host_and_port_or_folder(text: str) -> str:
