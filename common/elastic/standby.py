@@ -7,8 +7,8 @@ At the standby of the rank that leads, each value after the seal with the job's 
     /present/N        one of them, as JSON: its standby, and where it runs; a member also says that it is one
     /verdict/N        the leader's answer to it: the members of the next generation
 
-A generation meets at the standby of its leader too. Who reads what is for him alone deletes it, because a run may last
-for weeks.
+A generation meets at the standby of its leader too. The process that a value is meant for deletes it after reading,
+because a run may last for weeks.
 """
 
 import contextlib
