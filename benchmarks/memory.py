@@ -3,8 +3,9 @@
 
     memory.py [--steps 100000] [--only plain,elastic,balance,async] [--plot memory.png]
 
-The MNIST trainer on digits, 3+1 ranks, with an evaluation and a checkpoint every 60 steps. Memory is what a process
-holds alone (USS), so that libraries which ranks share do not count. The first thousand steps fill caches.
+The MNIST trainer on digits, 3+1 ranks, with an evaluation and a checkpoint every 180 steps; `async` has loader workers
+too. Memory is what a process has resident (RSS), and what of that it holds alone (USS): libraries are shared, and so is
+what a rank has from the launcher that has forked it, until either writes there. The first thousand steps fill caches.
 """
 
 import argparse
@@ -18,42 +19,68 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import psutil
+
 from benchmarks.machine import describe
 from benchmarks.played import PROCESS_ENDED, PlayedRun
 
 SCRIPT = ROOT / "mnist_ddp" / "mnist-distributed.py"
-FLAGS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 24, "--epochs", 100_000, "--keep", 2, "--no-plot"]
+FLAGS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 8, "--epochs", 100_000, "--keep", 2, "--no-plot"]
 CASES: dict[str, list] = {
     "plain": [],
     "elastic": ["--elastic", 2],
     "balance": ["--balance", "auto"],
     "async": ["--async-save", "--elastic", 2, "--balance", "auto"],
 }
+LOADERS = "async"  # the case in which each rank has a process that loads
 EVERY_SECONDS = 2.0
 
-Sample = tuple[int, float, int, int]  # step, MB, descriptors, threads
+Sample = tuple[int, float, float, int, int]  # step, MB resident, MB of its own, descriptors, threads
 
 
-def watch(flags: list, steps: int) -> dict[str, list[Sample]]:
+def watch(case: str, steps: int) -> dict[str, list[Sample]]:
     """By process, its samples."""
     found: dict[str, list[Sample]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        run = PlayedRun(SCRIPT, (3, 1), Path(folder) / "run", *FLAGS, "--max-steps", steps, *flags)
+        script = loading_script(Path(folder) / "loading_ddp") if case == LOADERS else SCRIPT
+        run = PlayedRun(script, (3, 1), Path(folder) / "run", *FLAGS, "--max-steps", steps, *CASES[case])
         try:
             run.wait_for_step(1)
             while any(node.poll() is None for node in run.nodes):
                 step = run.steps()
-                for node in range(len(run.gpus)):
-                    for rank, process in run.workers(node).items():
-                        with contextlib.suppress(*PROCESS_ENDED):
-                            kept = process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
-                            found.setdefault(f"rank {rank}", []).append((step, *kept))
+                for name, process in processes(run).items():
+                    with contextlib.suppress(*PROCESS_ENDED):
+                        memory = process.memory_full_info()
+                        kept = memory.rss / 1e6, memory.uss / 1e6, process.num_fds(), process.num_threads()
+                        found.setdefault(name, []).append((step, *kept))
                 time.sleep(EVERY_SECONDS)
         except BaseException:
             run.end()
             raise
         if any(node.returncode for node in run.nodes):
             raise SystemExit(run.said())
+    return found
+
+
+def loading_script(folder: Path) -> Path:
+    """A copy of the trainer in which each rank has a process that loads. Returns its script."""
+    folder.mkdir()
+    for file in (SCRIPT, SCRIPT.parent / "train.py"):
+        text = file.read_text().replace("mnist_ddp.train", f"{folder.name}.train")
+        text = text.replace("run.global_batches(train_set)", "run.global_batches(train_set, num_workers=1)")
+        (folder / file.name).write_text(text)
+    return folder / SCRIPT.name
+
+
+def processes(run: PlayedRun) -> dict[str, psutil.Process]:
+    """All processes of a run now, by name."""
+    found = dict[str, psutil.Process]()
+    for node, launcher in enumerate(run.nodes):
+        found[f"launcher {node}"] = psutil.Process(launcher.pid)
+        for rank, process in run.workers(node).items():
+            found[f"rank {rank}"] = process
+            for number, loader in enumerate(process.children()):
+                found[f"loader {number} of rank {rank}"] = loader
     return found
 
 
@@ -69,17 +96,18 @@ def main() -> None:
     args = parser.parse_args()
     marks = sorted({1000, args.steps // 10, args.steps // 2, args.steps})
     cells = [f"MB at {step:,}" for step in marks]
-    print(f"| run | process | {' | '.join(cells)} | since 1,000 | descriptors | threads |")
-    print("| --- " * (len(marks) + 5) + "|")
+    print(f"| run | process | {' | '.join(cells)} | since 1,000 | its own | descriptors | threads |")
+    print("| --- " * (len(marks) + 6) + "|")
     all_found: dict[str, Any] = {}
     for case in args.only.split(","):
-        all_found[case] = found = watch(CASES[case], args.steps)
+        all_found[case] = found = watch(case, args.steps)
         for process, samples in found.items():
             then = [at(samples, step) for step in marks]
             megabytes = " | ".join(f"{one[1]:.1f}" for one in then)
             first = at(samples, 1000)
-            others = " | ".join(f"{first[column]} to {then[-1][column]}" for column in (2, 3))
-            print(f"| {case} | {process} | {megabytes} | {then[-1][1] - first[1]:+.1f} | {others} |", flush=True)
+            grown, alone = then[-1][1] - first[1], then[-1][2] - first[2]
+            others = " | ".join(f"{first[column]} to {then[-1][column]}" for column in (3, 4))
+            print(f"| {case} | {process} | {megabytes} | {grown:+.1f} | {alone:+.1f} | {others} |", flush=True)
     print(f"\n{describe()}")
     if args.plot:
         plot(all_found, args.plot)
@@ -92,7 +120,7 @@ def plot(found: dict[str, Any], picture: Path) -> None:
     for axes, (case, processes) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for process, samples in processes.items():
             axes.plot([one[0] for one in samples], [one[1] for one in samples], label=process)
-        axes.set(title=case, xlabel="step", ylabel="MB of each process", ylim=(0, None))
+        axes.set(title=case, xlabel="step", ylabel="resident MB of each process", ylim=(0, None))
         axes.legend()
     figure.savefig(picture)
 

@@ -86,16 +86,18 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert "Traceback" not in node.output
 
 
-def test_a_rank_that_alone_changes_the_plan_is_named(tmp_path):
+@pytest.mark.parametrize("balance", ["auto", "off"])
+def test_a_rank_that_alone_changes_the_plan_is_named_before_a_checkpoint_is_written(tmp_path, balance):
     alone = "            if worker.rank == 1 and run.step == 8:\n"
     alone += "                run.batches.plan.change_shares((1, 3), 9)\n"
     trainer = altered(tmp_path / "alone_ddp", {NEXT_STEP: alone + NEXT_STEP})
-    flags = (*FLAGS, "--balance", "auto", "--epochs", 20)  # a window has at most 50 steps
+    flags = (*FLAGS, "--balance", balance, "--max-steps", 10)
     for node in playing(trainer, nodes_of((1, 1), tmp_path, *flags), tmp_path).results():
         assert node.code == 1 and "Traceback" not in node.output, node.output
         assert re.search(
             r"rank 1 has the shares 1\.0, 3\.0, but rank 0 [\d.]+, [\d.]+, so samples would be left out", node.output
         )
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_micro_batch_of_its_own_for_each_rank_changes_nothing(one_process, tmp_path):

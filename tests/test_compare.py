@@ -100,7 +100,7 @@ def test_a_wrong_scale_is_named(factor, names, right, tmp_path):
 @pytest.mark.long
 def test_an_equal_average_of_the_ranks_is_a_matter_of_the_gradient(right, tmp_path):
     mean = "own = loss_sum / max(1, len(micro.labels)) / worker.world_size; run.backward(own); "
-    mean += "run.precision.backpropagated += (loss_sum / batch.global_count - own).detach()"
+    mean += "run.precision.backpropagated += (loss_sum / batch.global_count - own).item()"
     changes = {f"run.backward({DIVIDES})": mean}
     play(altered(tmp_path / "mean_ddp", changes), (3, 1), tmp_path / "run", *FLAGS, *STEPS, *UNEVEN)
     result = compare(right, tmp_path / "run")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import RunError, UserError
 from common.uneven.options.timer import StepTimer
 
 Number = float | torch.Tensor  # on a GPU a tensor, for which nobody waits before the exchange
@@ -82,17 +82,20 @@ class ExchangedSteps:
         return {**parts, "communication": self.by_rank["exchange"] - wait, "wait": wait}
 
 
-def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -> ExchangedSteps:
+def exchange_steps(
+    timer: StepTimer, noted: Sequence[LocalStep], weights: Sequence[float], **now: float
+) -> ExchangedSteps:
     """The steps since the last call on all ranks, and the numbers `now` of each. Every rank must call this.
 
     Raises UserError on every rank where they have divided a step's loss by different counts, or have taken a step with
-    different learning rates.
+    different learning rates, and RunError where their shares of the next batches do not follow the same `weights`.
     """
     took = timer.take()
     columns: list[Sequence[Number]] = [  # of OF_STEPS
         *([one.loss for one in noted], [one.grad_norm for one in noted]),
         *([one.count for one in noted], [float(one.rates) for one in noted]),
         *([one.loading for one in took], [one.compute for one in took], [one.exchange for one in took]),
+        weights,
         [*now.values()],
     ]
     mine = torch.cat([_vector(numbers, timer.device) for numbers in columns])
@@ -101,8 +104,9 @@ def exchange_steps(timer: StepTimer, noted: Sequence[LocalStep], **now: float) -
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu()
     took_here = time.perf_counter() - began
-    of_steps, of_now = rows.split([len(OF_STEPS) * len(noted), len(now)], dim=1)
+    of_steps, weights_there, of_now = rows.split([len(OF_STEPS) * len(noted), len(weights), len(now)], dim=1)
     found = dict(zip(OF_STEPS, of_steps.unflatten(1, (len(OF_STEPS), -1)).unbind(dim=1), strict=True))
+    _require_same_weights(weights_there)
     counts, rates = found["count"], found["rates"]
     _require_none(counts != counts[0], counts, noted, OTHER_COUNT)
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
@@ -128,3 +132,14 @@ def _require_none(differs: torch.Tensor, values: torch.Tensor, noted: Sequence[L
         there, here = f"{values[rank, index]:.10g}", f"{values[0, index]:.10g}"
         problem = said.format(rank=rank, step=noted[index].step, there=there, here=here)
         raise UserError(problem, same_on_every_rank=True)
+
+
+def _require_same_weights(weights: torch.Tensor) -> None:
+    """Raise RunError on every rank unless all have the same weights, (on which rank, of which rank)."""
+    for rank in (weights != weights[0]).any(dim=1).nonzero().flatten().tolist():
+        here, there = (", ".join(map(str, weights[which].tolist())) for which in (rank, 0))
+        raise RunError(
+            f"rank {rank} has the shares {here}, but rank 0 {there}, so samples would be left out or trained twice: "
+            "has one rank alone changed the plan? Else give --shares in place of --balance auto, and report this",
+            same_on_every_rank=True,
+        )

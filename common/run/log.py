@@ -100,7 +100,7 @@ class StepLog:
         loss, everywhere, is_asked_for = self.precision.take_losses()
         global_loss = None if everywhere is None else self.noted_as(everywhere)
         self.is_asked_for = is_asked_for or (self.is_alone and self.asks())
-        self.noted.append(LocalStep(step, self.noted_as(loss), global_loss, count, lr, rates, self.noted_as(grad_norm)))
+        self.noted.append(LocalStep(step, loss, global_loss, count, lr, rates, self.noted_as(grad_norm)))
         self.members.note_step(step, self.noted)
 
     @property
@@ -128,7 +128,7 @@ class StepLog:
         }
         self.members.note_exchange(noted)
         with self.timer.span("report"):
-            steps = exchange_steps(self.timer, noted, **about)
+            steps = exchange_steps(self.timer, noted, self.plan.changes[-1].weights, **about)
         self.exchange_seconds = steps.seconds_here
         seconds = seconds_between_exchanges(min(steps.now["last_seconds"]))  # of the rank that waited least
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(steps.step_ms, 1e-3))))

@@ -50,7 +50,7 @@ def watch_optimizers(run: "Run") -> None:
 def before_backward(run: "Run") -> None:
     if not hasattr(run, "model"):
         raise UserError("run.backward() before run.wrap(net, compute_loss), whose model is to be trained")
-    if run.model.in_micro_batch:
+    if run.model.guard.in_micro_batch:
         run.model.guard.require_not_summed()
 
 

@@ -31,7 +31,8 @@ class Precision:
         self.dtype = torch.float64 if name == "fp64" else torch.float32
         # Gradients below 6e-8 vanish in fp16: scale the loss up for backward, and the gradients down before a step.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
-        self.backpropagated: torch.Tensor | None = None  # the losses that backward has had since `take_losses`
+        # The losses that backward has had since `take_losses`: a number on a CPU, elsewhere a tensor, so nobody waits.
+        self.backpropagated: float | torch.Tensor | None = None
         # Once backward has returned: their sum over all ranks, and how many of these ask for an exchange of steps.
         self.summed: torch.Tensor | None = None
         # The model and the optimizers of the last step, the round in which they were looked at, and the parameters.
@@ -44,9 +45,11 @@ class Precision:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled up under fp16."""
-        mine = loss.detach().to(torch.float64, copy=True)  # the trainer may change its own
-        mine = mine.sum() if mine.dim() else mine
-        self.backpropagated = mine if self.backpropagated is None else self.backpropagated + mine
+        mine = loss.detach()
+        if mine.dim() or not mine.is_cpu:
+            mine = mine.to(torch.float64, copy=True).sum()  # a copy, because the trainer may change its own
+        number = mine.item() if mine.is_cpu else mine  # a tensor operation more would take longer
+        self.backpropagated = number if self.backpropagated is None else self.backpropagated + number
         if self.skips:  # an infinite loss may have a finite gradient, with which no rank may take the step either
             loss = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
         self.scaler.scale(loss).backward(**options)
@@ -61,7 +64,7 @@ class Precision:
         self.summed[1] = asks
         return self.summed
 
-    def take_losses(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    def take_losses(self) -> tuple[float | torch.Tensor, torch.Tensor | None, bool]:
         """The sum of the losses that `backward` has had since the last call, here and, where it was summed beside the
         gradients, on all ranks; and whether a rank asks for an exchange of steps. There must have been one."""
         assert self.backpropagated is not None
@@ -125,11 +128,13 @@ class Precision:
 
 
 def norm_for(parameters: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """A function of gradients that returns their common norm, a scalar. Those of few numbers, of one type, it puts into
-    one vector, which takes a quarter of the time."""
+    """A function of gradients that returns their common norm, a scalar. It does what get_total_norm does, which first
+    sorts them by their types; those of few numbers it puts into one vector, which takes a quarter of the time."""
     kinds = {(one.dtype, one.device) for one in parameters}
-    if len(kinds) > 1 or sum(one.numel() for one in parameters) > SMALL:
+    if len(kinds) > 1:
         return get_total_norm
+    if sum(one.numel() for one in parameters) > SMALL:
+        return lambda gradients: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     return lambda gradients: torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]))
 
 

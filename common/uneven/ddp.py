@@ -65,12 +65,10 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         for parameter in net.parameters():
             if parameter.requires_grad:
                 setattr(parameter, IS_REDUCED, True)
-        self.in_micro_batch = False  # of `no_sync`
         self.is_alone = dist.get_world_size() == 1
-        self.reduced_item = 0  # the number of the loader's item whose gradients were summed last
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled() and not self.in_micro_batch:
+        if torch.is_grad_enabled() and not self.guard.in_micro_batch:
             raise UserError(
                 "the wrapped model runs outside of its own `with model.no_sync(enabled=not is_last)`: put forward and "
                 "backward of a micro-batch inside. For anything else use the module itself, frozen or under "
@@ -92,39 +90,43 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         where a layer that needs the whole global batch gets a micro-batch, where the GPU's memory is too small for the
         micro-batch, and for a loop that does not take its batches from the loader that `wrap` was given.
         """
-        timer, is_last = self.timer, not enabled
+        timer, guard, is_last = self.timer, self.guard, not enabled
         if not timer.is_marked("loaded") or timer.cut_item != timer.item:
             raise UserError(
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
                 "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"
             )
-        if self.reduced_item and (is_last or self.reduced_item < timer.item):
-            self.guard.require_no_gradients(same_step=self.reduced_item == timer.item)
+        if guard.reduced_item and (is_last or guard.reduced_item < timer.item):
+            guard.require_no_gradients(same_step=guard.reduced_item == timer.item)
         timer.unmark("ready")
         timer.tell("pass")
-        self.guard.begin_micro_batch(is_last)
+        guard.begin_micro_batch(is_last)
         try:
             with self.micro_batch(exchanges=is_last):
                 yield
         except torch.OutOfMemoryError as error:
-            raise self.guard.too_large(error) from error
+            raise guard.too_large(error) from error
         timer.tell("passed")
         if is_last:
             if self.is_alone:
                 timer.mark("ready")
             timer.mark("reduced")
-            self.reduced_item = timer.item
-        self.guard.end_micro_batch(is_last)
+            guard.reduced_item = timer.item
+        guard.end_micro_batch(is_last)
 
     @contextmanager
     def micro_batch(self, exchanges: bool = True) -> Iterator[None]:
         """Allow forward in the body, after which backward `exchanges` gradients or not."""
-        before = self.in_micro_batch, self.require_backward_grad_sync
-        self.in_micro_batch, self.require_backward_grad_sync = True, exchanges
+        guard, before = self.guard, (self.guard.in_micro_batch, self.require_backward_grad_sync)
+        guard.in_micro_batch = True
+        if exchanges != before[1]:  # to set an attribute of a module takes 10 us
+            self.require_backward_grad_sync = exchanges
         try:
             yield
         finally:
-            self.in_micro_batch, self.require_backward_grad_sync = before
+            guard.in_micro_batch = before[0]
+            if exchanges != before[1]:
+                self.require_backward_grad_sync = before[1]
 
 
 def wrap(

@@ -33,7 +33,9 @@ class Guard:
         self.round = 0  # of the timer's, in which all was looked at last
         self.needs_whole_parts = whole_parts or needs_whole_parts(net)
         self.state = ModelState(self.layers, layout_dependent)
+        self.in_micro_batch = False  # within the model's `no_sync`
         self.exchanges = 0  # within a micro-batch
+        self.reduced_item = 0  # the number of the loader's item whose gradients were summed last
         self.has_trained = False  # in training mode
 
     def watch(self, timer: StepTimer, ranks: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.errors import RunError, UserError
+from common.errors import UserError
 from common.uneven.ddp import UnevenDistributedDataParallel
 from common.uneven.options.speeds import Speeds
 from common.uneven.options.timer import StepTimer
@@ -76,7 +76,7 @@ class Balancer:
         if len(self.work) == self.window_steps:
             times = self.timer.latest(self.window_steps)
             of_steps = [self.work, [one.passes for one in times], [one.update for one in times]]
-            mine = [self.sampler.next_step, *self.plan.changes[-1].weights, *itertools.chain(*of_steps)]
+            mine = [self.sampler.next_step, *itertools.chain(*of_steps)]
             self.exchange = Exchange(mine, self.timer.device, self.sampler.epoch)
             self.work = []
         return changed
@@ -86,8 +86,7 @@ class Balancer:
         if not self.exchange:
             return False
         exchange, self.exchange = self.exchange, None
-        next_steps, weights_there, of_steps = np.split(exchange.numbers(), [1, 1 + len(self.plan.shares)])
-        _require_same(weights_there)
+        next_steps, of_steps = np.split(exchange.numbers(), [1])
         work, passes, update = of_steps.reshape(3, -1, len(self.plan.shares))
         self.window_steps = next_window(passes + update)
         self.speeds.note(work, passes, update)
@@ -111,18 +110,6 @@ def next_window(took: np.ndarray) -> int:
     last one, (steps, ranks)."""
     step_ms = took.mean(axis=0).max()
     return min(MOST_STEPS, max(WINDOW_STEPS, math.ceil(WINDOW_MS / max(step_ms, 0.001))))
-
-
-def _require_same(weights: np.ndarray) -> None:
-    """Raise RunError on every rank unless all follow the same weights, (of which rank, on which rank): each computes
-    them from the same times."""
-    for rank in np.flatnonzero((weights != weights[:, :1]).any(axis=0)):
-        here, there = (", ".join(map(str, weights[:, which].tolist())) for which in (rank, 0))
-        raise RunError(
-            f"rank {rank} has the shares {here}, but rank 0 {there}, so samples would be left out or trained twice: "
-            "has one rank alone changed the plan? Else give --shares in place of --balance auto, and report this",
-            same_on_every_rank=True,
-        )
 
 
 class Exchange:

@@ -39,7 +39,7 @@ def sum_bucket(
     sent = gradients.to(dtype or gradients.dtype)
     if beside is not None:  # an all-reduce of its own would take as long as one of a small bucket
         sent = torch.cat([sent, beside.to(sent.dtype)])
-    work: Any = dist.all_reduce(sent, group=ranks, async_op=True)
+    work = (ranks or dist.group.WORLD).allreduce([sent])
 
     def finish() -> None:
         work.wait()
