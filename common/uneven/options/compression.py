@@ -39,7 +39,8 @@ def sum_bucket(
     sent = gradients.to(dtype or gradients.dtype)
     if beside is not None:  # an all-reduce of its own would take as long as one of a small bucket
         sent = torch.cat([sent, beside.to(sent.dtype)])
-    work = (ranks or dist.group.WORLD).allreduce([sent])
+    group: Any = ranks or dist.group.WORLD
+    work = group.allreduce([sent])
 
     def finish() -> None:
         work.wait()
