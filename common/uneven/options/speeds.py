@@ -25,36 +25,47 @@ RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
+WORSE = 1.15  # of the time of a step before a change, above which the change is taken back
+PATIENCE = 4  # windows after that, without a change; and each further time twice as many
+REGROWTH = 1.5  # of a share at once, where a rank seems to have become faster in spite of much noise
+NOISY = 0.05  # of a rank's part of the speed, from one window to the next
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
 class Window(NamedTuple):
     """Some steps with the same shares: float64 (steps, ranks) each."""
 
-    cost: np.ndarray  # milliseconds of forward and backward for a unit of work
+    work: np.ndarray
+    passes: np.ndarray  # milliseconds of forward and backward
     update: np.ndarray  # milliseconds of the optimizer's step
 
 
 class Speeds:
     """What is known of the ranks' speeds, from the windows that are noted.
 
-    In step s, rank r computes for `cost[s, r] * work[r] + update[s, r]` milliseconds, and the step takes as long as its
-    slowest rank. The best shares are those with which the recorded steps would have taken the least time on average.
-    So a rank whose speed is high and low in turns, such as one whose processor is taken away in slices, gets less than
-    by its mean speed: nobody gains where it is fast, and all wait where it is slow. Where the speed of a rank has
-    changed, the windows before are forgotten. New shares have a price, because libraries prepare for each size of a
-    batch: a gain must be larger than the noise.
+    In step s, rank r computes for `cost[s, r] * (work[r] + overhead[r]) + update[s, r]` milliseconds, and the step
+    takes as long as its slowest rank. The best shares are those with which the recorded steps would have taken the
+    least time on average. So a rank whose speed is high and low in turns, such as one whose processor is taken away in
+    slices, gets less than by its mean speed: nobody gains where it is fast, and all wait where it is slow. Where the
+    speed of a rank has changed, the windows before are forgotten. New shares have a price, because libraries prepare
+    for each size of a batch: a gain must be larger than the noise. Those with which steps take longer are taken back:
+    a rank may seem fast because what it has to do fits into one slice.
     """
 
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=WINDOWS)
         self.parts: deque[list[float]] = deque(maxlen=WINDOWS)  # each rank's part of the speed of all, in each window
         self.with_these_shares = 0  # windows
-        self.known: np.ndarray | None = None  # each rank's last cost
+        self.last: Window  # of each rank its last step with work: (1, ranks)
+        # What a pass costs besides its work, in units of work: the same for any share. Known from different shares.
+        self.overhead: np.ndarray | None = None
         self.idle: list[int] = []  # windows since a rank had work
         self.step_work = 0.0  # of a step, over all ranks
         # How much a rank's part of the speed differs from one window to the next, as a logarithm: of the noisiest rank.
         self.differences: deque[float] = deque(maxlen=WINDOWS)
+        self.before: tuple[tuple[float, ...], float] | None = None  # the weights before the last change, and their time
+        self.wait, self.patience = 0, PATIENCE  # windows until the next change, and after the next that is taken back
+        self.seems_faster = False  # a rank whose speed is hard to tell, and steps have not become slower
 
     def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray) -> None:
         """Note a window: each rank's work, and the milliseconds of its passes and of its update, (steps, ranks)."""
@@ -64,19 +75,21 @@ class Speeds:
         self.step_work = float(done.sum()) / len(work)
         was_idle = np.array(self.idle or [0] * len(done))
         self.idle = np.where(done, 0, was_idle + 1).tolist()
-        of_window = passes.sum(axis=0) / np.where(done, done, np.inf)
-        if self.known is None:
-            self.known = np.full(len(done), of_window.max())
-        self.known = np.where(done, of_window, self.known)
+        means = [one.mean(axis=0, keepdims=True) for one in (work, passes, update)]
+        if self.overhead is None:
+            slowest = (passes.sum(axis=0) / np.where(done, done, np.inf)).max()
+            self.last, self.overhead = Window(*np.broadcast_arrays(1.0, slowest, means[2])), np.zeros(len(done))
+        self.last = Window(*(np.where(done, now, then) for now, then in zip(means, self.last, strict=True)))
         # In a small step, such as an epoch's last one, what each pass costs besides its samples would count as theirs.
         whole = work.sum(axis=1) >= np.median(work.sum(axis=1)) / 2
-        cost = np.where(work, passes / np.where(work, work, np.inf), self.known)
-        self.windows.append(Window(cost[whole], update[whole]))
+        self.windows.append(Window(work[whole], passes[whole], update[whole]))
         for back in np.flatnonzero(done * was_idle):  # what was known of these ranks is old
             for one in self.windows:
-                one.cost[:, back], one.update[:, back] = self.known[back], update[:, back].mean()
+                for values, now in zip(one, self.last, strict=True):
+                    values[:, back] = now[0, back]
             self.parts.clear()
-        self.parts.append(parts_of_speed(self.known.tolist()))  # a change that all ranks have changes no share
+        self._find_overhead()
+        self.parts.append(parts_of_speed(self._costs(self.last)[0][0].tolist()))
         self.with_these_shares += 1
         if len(self.parts) > 1:
             self.differences.append(max(abs(log(a / b)) for a, b in zip(*list(self.parts)[-2:], strict=True)))
@@ -85,8 +98,35 @@ class Speeds:
             if recent := windows_since_change(of_rank, self.noise):
                 self._forget(recent)
 
+    def _costs(self, steps: Window) -> tuple[np.ndarray, np.ndarray]:
+        """(milliseconds for a unit of work, milliseconds besides) of each step: that of a rank without work is what it
+        was when it had some."""
+        work, passes = (np.where(steps.work, *of) for of in zip(steps[:2], self.last[:2], strict=True))
+        cost = passes / (work + self.overhead)
+        return cost, steps.update + cost * self.overhead
+
+    def _find_overhead(self) -> None:
+        """Fit each rank's passes by a line over its work, where shares have differed. A rank whose times are too noisy
+        for that is taken to be as the others."""
+        assert self.overhead is not None
+        work, passes = (np.array([one[which].mean(axis=0) for one in self.windows]) for which in (0, 1))
+        noise = np.array([one.passes.var(axis=0) / len(one.passes) for one in self.windows]).mean(axis=0)
+        off = work - work.mean(axis=0)
+        spread = (off**2).sum(axis=0)
+        slope = (off * passes).sum(axis=0) / np.where(spread, spread, np.inf)
+        error = np.sqrt(noise / np.where(spread, spread, np.inf))
+        known = (slope > SURE * error) & (spread > (0.1 * work.mean(axis=0)) ** 2) & (work.min(axis=0) > 0)
+        if known.any():
+            found = passes.mean(axis=0) / np.where(known, slope, 1.0) - work.mean(axis=0)
+            usual = np.median(found[known])
+            self.overhead = np.clip(np.where(known, found, usual), 0.0, work.min(axis=0))
+
     def _forget(self, but: int) -> None:
         """Forget all windows but the last ones."""
+        if len(self.windows) <= but:
+            return
+        before, now = (mean(map(_time, of)) for of in (list(self.windows)[:-but], list(self.windows)[-but:]))
+        self.seems_faster = self.noise > NOISY and now < WORSE * before
         for of_windows in (self.windows, self.parts):
             while len(of_windows) > but:
                 of_windows.popleft()
@@ -104,6 +144,13 @@ class Speeds:
         whole samples, unless parts of batches follow the weights as they are, in tokens."""
         if not self.windows:
             return None
+        if self.before and self.with_these_shares == 1 and _time(self.windows[-1]) > WORSE * self.before[1]:
+            self.wait, self.patience = self.patience, min(2 * self.patience, WINDOWS)
+            return self._change(self.before[0], self.before[1])
+        if self.wait and self.before:
+            self.wait -= 1
+            if _time(self.windows[-1]) < WORSE * self.before[1]:
+                return None
 
         def used(weights: np.ndarray) -> np.ndarray:
             """The shares that follow these weights."""
@@ -116,27 +163,40 @@ class Speeds:
             best[probes] = np.maximum(best[probes], 1.0)
         if (best == now).all():
             return None
-        self.with_these_shares = 0
-        return tuple(best.tolist())
+        recent = list(self.windows)[-self.with_these_shares :]
+        return self._change(tuple(best.tolist()), mean(map(_time, recent)), tuple(weights))
+
+    def _change(
+        self, weights: tuple[float, ...], time: float, before: tuple[float, ...] | None = None
+    ) -> tuple[float, ...]:
+        self.with_these_shares, self.before = 0, (before or weights, time)
+        return weights
 
     def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
-        cost, update = (np.median(np.concatenate(one), axis=0) for one in zip(*self.windows, strict=True))
-        best = used(np.array(fastest(cost.tolist(), update.tolist(), self.step_work)))
-        gain = (cost * unit * best + update).max() / (cost * unit * now + update).max()
+        costs = zip(*map(self._costs, self.windows), strict=True)
+        cost, fixed = (np.median(np.concatenate(one), axis=0) for one in costs)
+        best = np.array(fastest((cost * unit).tolist(), fixed.tolist(), now.sum()))
+        best = used(capped(best, np.where(now > 1, now * REGROWTH, now.sum())) if self.seems_faster else best)
+        gain = (cost * unit * best + fixed).max() / (cost * unit * now + fixed).max()
         return best if gain < CLEAR_GAINS[len(self.windows) - 1] else now
 
     def _of_many(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
-        cost, update = (np.concatenate(one) for one in zip(*self.windows, strict=True))
+        cost, fixed = map(np.concatenate, zip(*map(self._costs, self.windows), strict=True))
         cost = cost * unit
-        number = np.repeat(np.arange(len(self.windows)), [len(one.cost) for one in self.windows])  # of a step's window
-        took = (cost * now + update).max(axis=1)
+        number = np.repeat(np.arange(len(self.windows)), [len(one.work) for one in self.windows])  # of a step's window
+        took = (cost * now + fixed).max(axis=1)
         chosen = np.flatnonzero(took <= np.quantile(took, 1 - RARE))[:: -(-len(took) // MOST_SAMPLES)]
-        best = used(least_time(cost[chosen], update[chosen], now))
-        before, after = ((cost[chosen] * one + update[chosen]).max(axis=1) for one in (now, best))
+        best = used(least_time(cost[chosen], fixed[chosen], now))
+        before, after = ((cost[chosen] * one + fixed[chosen]).max(axis=1) for one in (now, best))
         gains = [float((before - after)[number[chosen] == one].mean()) for one in np.unique(number[chosen])]
         is_sure = len(gains) > 1 and mean(gains) > SURE * stdev(gains) / sqrt(len(gains))
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
+
+
+def _time(window: Window) -> float:
+    """Mean milliseconds that the slowest rank computes."""
+    return float((window.passes + window.update).max(axis=1).mean())
 
 
 def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:
