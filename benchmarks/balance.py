@@ -170,7 +170,8 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
 def settle(trainer: str, name: str, batch: int, flags: list[str], repeat: int) -> None:
     """Print how a run goes on from step 30 on in which rank 1 is slow in this way."""
     speeds, period, has_neighbour = SETTLE[name]
-    found: dict[str, list[float]] = {"part": [], "changes": [], "off": [], "exchange": []}
+    ceiling = sum(speeds) / (len(speeds) * min(speeds))
+    found: dict[str, list[float]] = {"part": [], "reachable": [], "changes": [], "off": [], "exchange": []}
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     for _ in range(repeat):
         for way in rates:
@@ -196,12 +197,14 @@ def settle(trainer: str, name: str, batch: int, flags: list[str], repeat: int) -
         found["changes"].append(len(later))
         found["off"].append(abs(at_30[0][1] - kept) / kept)
         exchange = statistics.mean(row["communication_ms"][0] for row in rows if row["step"] >= SETTLED)
-        found["exchange"].append(exchange * _rate(first, last) / 1000)
-    ceiling = sum(speeds) / (len(speeds) * min(speeds))
-    found["part"] = [auto / off / ceiling for off, auto in zip(*rates.values(), strict=True)]
+        found["exchange"].append(exchange * rates["auto"][-1] / 1000)
+        found["part"].append(rates["auto"][-1] / rates["off"][-1] / ceiling)
+        least = (1000 / rates["off"][-1] - exchange) / ceiling + exchange  # which no shares make shorter
+        found["reachable"].append(least * rates["auto"][-1] / 1000)
     middle = {what: statistics.median(values) for what, values in found.items()}
-    cells = [f"{1000 / statistics.median(rates['auto']):.0f} ms", f"{middle['part']:.2f}", f"{middle['changes']:.0f}"]
-    cells += [f"{middle['off']:.0%}", f"{middle['exchange']:.0%}"]
+    cells = [f"{1000 / statistics.median(rates['auto']):.0f} ms", f"{middle['part']:.2f}", f"{middle['exchange']:.0%}"]
+    cells += [f"{middle['reachable']:.2f}", f"{middle['changes']:.0f}", f"{middle['off']:.0%}"]
+    cells += [", ".join(f"{row['shares'][1]} from {row['step']}" for row in changes)]
     print("| " + " | ".join([trainer, name, f"{batch:,}", *cells]) + " |", flush=True)
 
 
@@ -220,8 +223,8 @@ def main() -> None:
     only = args.only.split(",")
     if "settle" in only:
         print(
-            "| trainer | rank 1 | global batch | step | part of the ceiling | changes after step 30 | off at 30 | "
-            "exchange |\n" + "| --- " * 8 + "|"
+            "| trainer | rank 1 | global batch | step | part of the ceiling | exchange | part of the ceiling with it | "
+            "changes after step 30 | off at 30 | shares of rank 1 in the last run |\n" + "| --- " * 10 + "|"
         )
         for trainer, batches in SETTLE_BATCHES.items():
             for batch in [int(one) for one in args.batches.split(",")] if args.batches else batches:

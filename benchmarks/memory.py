@@ -67,8 +67,9 @@ def loading_script(folder: Path) -> Path:
     folder.mkdir()
     for file in (SCRIPT, SCRIPT.parent / "train.py"):
         text = file.read_text().replace("mnist_ddp.train", f"{folder.name}.train")
-        text = text.replace("run.global_batches(train_set)", "run.global_batches(train_set, num_workers=1)")
-        (folder / file.name).write_text(text)
+        loading = text.replace("run.global_batches(train_set)", "run.global_batches(train_set, num_workers=1)")
+        assert file == SCRIPT or loading != text, f"{file} makes its loader in another way"
+        (folder / file.name).write_text(loading)
     return folder / SCRIPT.name
 
 
@@ -76,11 +77,12 @@ def processes(run: PlayedRun) -> dict[str, psutil.Process]:
     """All processes of a run now, by name."""
     found = dict[str, psutil.Process]()
     for node, launcher in enumerate(run.nodes):
-        found[f"launcher {node}"] = psutil.Process(launcher.pid)
-        for rank, process in run.workers(node).items():
-            found[f"rank {rank}"] = process
-            for number, loader in enumerate(process.children()):
-                found[f"loader {number} of rank {rank}"] = loader
+        with contextlib.suppress(*PROCESS_ENDED):  # one of them ends first
+            found[f"launcher {node}"] = psutil.Process(launcher.pid)
+            for rank, process in run.workers(node).items():
+                found[f"rank {rank}"] = process
+                for number, loader in enumerate(process.children()):
+                    found[f"loader {number} of rank {rank}"] = loader
     return found
 
 

@@ -200,6 +200,40 @@ def test_shares_with_which_steps_take_longer_are_taken_back():
     assert shares[1] <= 80 and 1 <= len(trials) <= 3 and max(trials) <= 1.6 * 72, found
 
 
+@pytest.mark.parametrize("then", [[1.0, 6.0], [12.0, 3.0], [2.0, 3.0], [4.0, 4.0]])
+def test_a_speed_that_changes_right_after_the_shares_is_not_their_fault(then):
+    """Nor are they taken back over and over: the shares before took as long."""
+    speeds, shares, found = Speeds(), (128, 128), []
+    for cost in [[1.0, 1.5], *[then] * 6]:
+        work = np.array([shares] * WINDOW_STEPS, dtype=float)
+        speeds.note(work, work * cost, np.zeros_like(work))
+        if weights := speeds.better_shares(256, shares):
+            shares = split(256, weights)
+        found.append(shares)
+    best = fastest(then, [0.0, 0.0], 256)
+    assert shares == pytest.approx(best, rel=0.05) and found[3:] == [shares] * 4, found
+
+
+def test_a_change_is_judged_by_the_first_window_after_which_shares_can_change():
+    speeds, work = Speeds(), np.array([(128, 128)] * WINDOW_STEPS, dtype=float)
+    speeds.note(work, work * [1.0, 2.0], np.zeros_like(work))
+    assert speeds.better_shares(256, (128, 128)) == (171, 85)
+    for _ in range(2):  # at the end of an epoch
+        work = np.array([(171, 85)] * WINDOW_STEPS, dtype=float)
+        speeds.note(work, work * [2.0, 2.0], np.zeros_like(work))
+    assert speeds.better_shares(256, (171, 85)) == (128, 128)
+
+
+@pytest.mark.parametrize("window", [20, 26, 29, 35, 38])  # right after it is asked, it takes some windows more
+def test_a_rank_that_is_asked_again_and_is_still_slow_does_not_keep_others_from_being_followed(window):
+    cluster = Cluster([1.0, 1.0, 0.001], update_ms=0.0)
+    for _ in range(window):
+        cluster.window()
+    cluster.ranks[0] = 4.0
+    found = [cluster.window() for _ in range(IDLE_WINDOWS)]
+    assert 195 <= found[-1][0] <= 210 and found[-1][2] <= 1
+
+
 def test_a_rank_that_is_slow_now_and_then_gets_less_than_by_its_mean_speed():
     cost = np.array([[1.0, 1.0]] * 3 + [[1.0, 10.0]])  # of four steps; with 3.25 in each, it would get 60
     shares = least_time(cost, np.zeros((4, 2)), np.array([200.0, 56.0]))
@@ -251,10 +285,10 @@ def train(batch, period_ms, besides_ms, seed, shares=None, steps=150):
 
 
 @pytest.mark.parametrize("period_ms", [10, 50, 100])
-@pytest.mark.parametrize("batch, besides_ms", [(256, 0.0), (512, 0.0), (512, 3.0), (1024, 3.0)])
+@pytest.mark.parametrize("batch, besides_ms", [(256, 0.0), (512, 0.0), (512, 3.0), (1024, 0.0)])
 def test_shares_settle_where_a_processor_is_taken_away_in_slices(batch, besides_ms, period_ms):
     found = [train(batch, period_ms, besides_ms, seed) for seed in range(5)]
     fixed = [split(batch, (100 - part, part)) for part in range(10, 26)]
     best = min(train(batch, period_ms, besides_ms, 0, shares)[0] for shares in fixed)
     assert statistics.median(ms for ms, _ in found) <= 1.08 * best
-    assert statistics.median(changes for _, changes in found) <= 3
+    assert statistics.median(changes for _, changes in found) <= 3 and max(changes for _, changes in found) <= 5

@@ -86,17 +86,25 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert "Traceback" not in node.output
 
 
-@pytest.mark.parametrize("balance", ["auto", "off"])
-def test_a_rank_that_alone_changes_the_plan_is_named_before_a_checkpoint_is_written(tmp_path, balance):
-    alone = "            if worker.rank == 1 and run.step == 8:\n"
-    alone += "                run.batches.plan.change_shares((1, 3), 9)\n"
+OTHER_SHARES = (
+    r"rank 1 has the shares 1\.0, 3\.0 from step 10 on, but rank 0 [\d.]+, [\d.]+ from step \d+ on, so samples"
+)
+OTHER_STEP = r"rank 1 has the shares 1\.0, 3\.0 from step 10 on, but rank 0 1\.0, 3\.0 from step 9 on, so samples"
+
+
+@pytest.mark.parametrize("balance, ranks, from_step, said", [
+    ("auto", (1,), "9", OTHER_SHARES),
+    ("off", (1,), "9", OTHER_SHARES),
+    ("off", (0, 1), "8 + worker.rank", OTHER_STEP),
+])  # fmt: skip
+def test_ranks_with_other_changes_of_the_plan_are_named_before_a_checkpoint(tmp_path, balance, ranks, from_step, said):
+    alone = f"            if worker.rank in {ranks} and run.step == 7:\n"
+    alone += f"                run.batches.plan.change_shares((1, 3), {from_step})\n"
     trainer = altered(tmp_path / "alone_ddp", {NEXT_STEP: alone + NEXT_STEP})
     flags = (*FLAGS, "--balance", balance, "--max-steps", 10)
     for node in playing(trainer, nodes_of((1, 1), tmp_path, *flags), tmp_path).results():
         assert node.code == 1 and "Traceback" not in node.output, node.output
-        assert re.search(
-            r"rank 1 has the shares 1\.0, 3\.0, but rank 0 [\d.]+, [\d.]+, so samples would be left out", node.output
-        )
+        assert re.search(said, node.output), node.output
     assert not (tmp_path / "checkpoints").exists()
 
 

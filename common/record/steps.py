@@ -1,6 +1,7 @@
 """What the ranks note about each optimizer step, and exchange every 1 to 5 seconds."""
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,11 @@ import torch.distributed as dist
 
 from common.errors import RunError, UserError
 from common.uneven.options.timer import StepTimer
+from common.uneven.plan import Shares
 
 Number = float | torch.Tensor  # on a GPU a tensor, for which nobody waits before the exchange
 SAME_RATE = 1e-9  # of a learning rate: processors of different kinds may round a schedule's cosine differently
+COMPARED_CHANGES = 5  # of the shares, in one exchange
 OF_STEPS = ("loss", "grad_norm", "count", "rates", "loading", "compute", "exchange")  # times in milliseconds
 OTHER_COUNT = (
     "rank {rank} divides the loss of step {step} by {there}, but rank 0 by {here}: divide by the count over all ranks, "
@@ -83,19 +86,21 @@ class ExchangedSteps:
 
 
 def exchange_steps(
-    timer: StepTimer, noted: Sequence[LocalStep], weights: Sequence[float], **now: float
+    timer: StepTimer, noted: Sequence[LocalStep], changes: Sequence[Shares], **now: float
 ) -> ExchangedSteps:
     """The steps since the last call on all ranks, and the numbers `now` of each. Every rank must call this.
 
     Raises UserError on every rank where they have divided a step's loss by different counts, or have taken a step with
-    different learning rates, and RunError where their shares of the next batches do not follow the same `weights`.
+    different learning rates, and RunError where they have made other `changes` of the shares.
     """
     took = timer.take()
+    last = changes[-1]
+    shares = [zlib.crc32(repr(changes[-COMPARED_CHANGES:]).encode()), last.from_step, *last.weights]
     columns: list[Sequence[Number]] = [  # of OF_STEPS
         *([one.loss for one in noted], [one.grad_norm for one in noted]),
         *([one.count for one in noted], [float(one.rates) for one in noted]),
         *([one.loading for one in took], [one.compute for one in took], [one.exchange for one in took]),
-        weights,
+        shares,
         [*now.values()],
     ]
     mine = torch.cat([_vector(numbers, timer.device) for numbers in columns])
@@ -104,9 +109,9 @@ def exchange_steps(
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu()
     took_here = time.perf_counter() - began
-    of_steps, weights_there, of_now = rows.split([len(OF_STEPS) * len(noted), len(weights), len(now)], dim=1)
+    of_steps, of_shares, of_now = rows.split([len(OF_STEPS) * len(noted), len(shares), len(now)], dim=1)
     found = dict(zip(OF_STEPS, of_steps.unflatten(1, (len(OF_STEPS), -1)).unbind(dim=1), strict=True))
-    _require_same_weights(weights_there)
+    _require_same_shares(of_shares)
     counts, rates = found["count"], found["rates"]
     _require_none(counts != counts[0], counts, noted, OTHER_COUNT)
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
@@ -134,12 +139,15 @@ def _require_none(differs: torch.Tensor, values: torch.Tensor, noted: Sequence[L
         raise UserError(problem, same_on_every_rank=True)
 
 
-def _require_same_weights(weights: torch.Tensor) -> None:
-    """Raise RunError on every rank unless all have the same weights, (on which rank, of which rank)."""
-    for rank in (weights != weights[0]).any(dim=1).nonzero().flatten().tolist():
-        here, there = (", ".join(map(str, weights[which].tolist())) for which in (rank, 0))
+def _require_same_shares(found: torch.Tensor) -> None:
+    """Raise RunError on every rank unless all have changed the shares alike: (ranks, a number for the last changes, the
+    first step of the last one, its weights)."""
+    for rank in (found != found[0]).any(dim=1).nonzero().flatten().tolist():
+        (_, step, *here), (_, first, *there) = found[rank].tolist(), found[0].tolist()
+        here, there = (", ".join(map(str, weights)) for weights in (here, there))
         raise RunError(
-            f"rank {rank} has the shares {here}, but rank 0 {there}, so samples would be left out or trained twice: "
-            "has one rank alone changed the plan? Else give --shares in place of --balance auto, and report this",
+            f"rank {rank} has the shares {here} from step {step + 1:.0f} on, but rank 0 {there} from step "
+            f"{first + 1:.0f} on, so samples would be left out or trained twice: has one rank alone changed the plan? "
+            "Else give --shares in place of --balance auto, and report this",
             same_on_every_rank=True,
         )

@@ -128,7 +128,7 @@ class StepLog:
         }
         self.members.note_exchange(noted)
         with self.timer.span("report"):
-            steps = exchange_steps(self.timer, noted, self.plan.changes[-1].weights, **about)
+            steps = exchange_steps(self.timer, noted, self.plan.changes, **about)
         self.exchange_seconds = steps.seconds_here
         seconds = seconds_between_exchanges(min(steps.now["last_seconds"]))  # of the rank that waited least
         self.exchange_at = max(1, min(MOST_STEPS_NOTED, int(seconds * 1e3 / max(steps.step_ms, 1e-3))))

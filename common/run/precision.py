@@ -94,7 +94,8 @@ class Precision:
             self.norm = norm_for(parameters)
         for one in optimizers:
             self.scaler.unscale_(one)
-        norm = self.norm([one.grad for one in parameters if one.grad is not None])
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        norm = self.norm(gradients) if gradients else torch.zeros((), device=self.device)
         if math.isfinite(clip_norm):  # otherwise it would multiply all gradients by 1
             clip_grads_with_norm_(parameters, clip_norm, norm)
         if self.skips and self.name != "fp16" and self._is_skipped(norm):  # fp16's scaler skips such steps itself

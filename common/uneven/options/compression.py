@@ -40,7 +40,7 @@ def sum_bucket(
     if beside is not None:  # an all-reduce of its own would take as long as one of a small bucket
         sent = torch.cat([sent, beside.to(sent.dtype)])
     group: Any = ranks or dist.group.WORLD
-    work = group.allreduce([sent])
+    work = group.allreduce([torch.view_as_real(sent) if sent.is_complex() else sent])
 
     def finish() -> None:
         work.wait()

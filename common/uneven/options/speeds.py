@@ -57,13 +57,17 @@ class Speeds:
         self.parts: deque[list[float]] = deque(maxlen=WINDOWS)  # each rank's part of the speed of all, in each window
         self.with_these_shares = 0  # windows
         self.last: Window  # of each rank its last step with work: (1, ranks)
-        # What a pass costs besides its work, in units of work: the same for any share. Known from different shares.
+        # What each rank's pass costs besides its work, in units of work: what a fit over different shares has told in
+        # each window, or NaN; and what is used.
+        self.fits: deque[np.ndarray] = deque(maxlen=WINDOWS)
         self.overhead: np.ndarray | None = None
         self.idle: list[int] = []  # windows since a rank had work
         self.step_work = 0.0  # of a step, over all ranks
         # How much a rank's part of the speed differs from one window to the next, as a logarithm: of the noisiest rank.
         self.differences: deque[float] = deque(maxlen=WINDOWS)
-        self.before: tuple[tuple[float, ...], float] | None = None  # the weights before the last change, and their time
+        # The weights before a change of which no window is known yet, and the milliseconds of a step with them.
+        self.unjudged: tuple[tuple[float, ...], float] | None = None
+        self.time_before = 0.0  # of the last change that was taken back
         self.wait, self.patience = 0, PATIENCE  # windows until the next change, and after the next that is taken back
         self.seems_faster = False  # a rank whose speed is hard to tell, and steps have not become slower
 
@@ -79,6 +83,7 @@ class Speeds:
         if self.overhead is None:
             slowest = (passes.sum(axis=0) / np.where(done, done, np.inf)).max()
             self.last, self.overhead = Window(*np.broadcast_arrays(1.0, slowest, means[2])), np.zeros(len(done))
+            self.fits.append(np.full(len(done), np.nan))
         self.last = Window(*(np.where(done, now, then) for now, then in zip(means, self.last, strict=True)))
         # In a small step, such as an epoch's last one, what each pass costs besides its samples would count as theirs.
         whole = work.sum(axis=1) >= np.median(work.sum(axis=1)) / 2
@@ -111,15 +116,20 @@ class Speeds:
         assert self.overhead is not None
         work, passes = (np.array([one[which].mean(axis=0) for one in self.windows]) for which in (0, 1))
         noise = np.array([one.passes.var(axis=0) / len(one.passes) for one in self.windows]).mean(axis=0)
-        off = work - work.mean(axis=0)
+        typical = work.mean(axis=0)
+        off = work - typical
         spread = (off**2).sum(axis=0)
-        slope = (off * passes).sum(axis=0) / np.where(spread, spread, np.inf)
-        error = np.sqrt(noise / np.where(spread, spread, np.inf))
-        known = (slope > SURE * error) & (spread > (0.1 * work.mean(axis=0)) ** 2) & (work.min(axis=0) > 0)
-        if known.any():
-            found = passes.mean(axis=0) / np.where(known, slope, 1.0) - work.mean(axis=0)
-            usual = np.median(found[known])
-            self.overhead = np.clip(np.where(known, found, usual), 0.0, work.min(axis=0))
+        can_tell = (spread > (0.1 * typical) ** 2) & (work.min(axis=0) > 0)
+        slope = (off * passes).sum(axis=0) / np.where(can_tell, spread, np.inf)
+        rest = passes - passes.mean(axis=0) - slope * off
+        if len(rest) > 2:
+            noise = np.maximum(noise, (rest**2).sum(axis=0) / (len(rest) - 2))
+        is_sure = slope > SURE * np.sqrt(noise / np.where(can_tell, spread, np.inf))
+        found = np.maximum(passes.mean(axis=0) / np.where(can_tell & is_sure, slope, 1.0) - typical, 0.0)
+        fitted = np.where(can_tell, np.where(is_sure, found, np.nan), self.fits[-1])
+        self.fits.append(fitted)
+        usual = np.median(fitted[~np.isnan(fitted)]) if not np.isnan(fitted).all() else 0.0
+        self.overhead = np.minimum(np.where(np.isnan(fitted), usual, fitted), typical)
 
     def _forget(self, but: int) -> None:
         """Forget all windows but the last ones."""
@@ -127,6 +137,10 @@ class Speeds:
             return
         before, now = (mean(map(_time, of)) for of in (list(self.windows)[:-but], list(self.windows)[-but:]))
         self.seems_faster = self.noise > NOISY and now < WORSE * before
+        if not self.seems_faster:
+            self.wait, self.patience = 0, PATIENCE
+        for _ in range(min(but, len(self.fits) - 1)):  # those over speeds of before and after
+            self.fits.pop()
         for of_windows in (self.windows, self.parts):
             while len(of_windows) > but:
                 of_windows.popleft()
@@ -144,13 +158,11 @@ class Speeds:
         whole samples, unless parts of batches follow the weights as they are, in tokens."""
         if not self.windows:
             return None
-        if self.before and self.with_these_shares == 1 and _time(self.windows[-1]) > WORSE * self.before[1]:
+        before, self.unjudged = self.unjudged, None
+        if before and _time(self.windows[-1]) > WORSE * before[1]:
             self.wait, self.patience = self.patience, min(2 * self.patience, WINDOWS)
-            return self._change(self.before[0], self.before[1])
-        if self.wait and self.before:
-            self.wait -= 1
-            if _time(self.windows[-1]) < WORSE * self.before[1]:
-                return None
+            self.time_before, self.with_these_shares = before[1], 0
+            return before[0]
 
         def used(weights: np.ndarray) -> np.ndarray:
             """The shares that follow these weights."""
@@ -158,26 +170,34 @@ class Speeds:
             return np.array(in_use, dtype=float)
 
         now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
-        best = (self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many)(now, unit, used).copy()
+        search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
+        best = now if self._waits() else search(now, unit, used)
+        if (best != now).any():
+            recent = list(self.windows)[-self.with_these_shares :]
+            self.unjudged = tuple(weights), mean(map(_time, recent))
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
+            best = best.copy()
             best[probes] = np.maximum(best[probes], 1.0)
         if (best == now).all():
             return None
-        recent = list(self.windows)[-self.with_these_shares :]
-        return self._change(tuple(best.tolist()), mean(map(_time, recent)), tuple(weights))
+        self.with_these_shares = 0
+        return tuple(best.tolist())
 
-    def _change(
-        self, weights: tuple[float, ...], time: float, before: tuple[float, ...] | None = None
-    ) -> tuple[float, ...]:
-        self.with_these_shares, self.before = 0, (before or weights, time)
-        return weights
+    def _waits(self) -> bool:
+        """Whether to change nothing now, because a change was taken back. Not where steps are as slow without it: then
+        it is not the shares, but a speed that has changed."""
+        if self.wait and _time(self.windows[-1]) > WORSE * self.time_before:
+            self._forget(self.with_these_shares)
+        self.wait = max(0, self.wait - 1)
+        return self.wait > 0
 
     def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
         costs = zip(*map(self._costs, self.windows), strict=True)
         cost, fixed = (np.median(np.concatenate(one), axis=0) for one in costs)
         best = np.array(fastest((cost * unit).tolist(), fixed.tolist(), now.sum()))
-        best = used(capped(best, np.where(now > 1, now * REGROWTH, now.sum())) if self.seems_faster else best)
+        is_doubtful = self.seems_faster or self.patience > PATIENCE
+        best = used(capped(best, np.where(now > 1, now * REGROWTH, now.sum())) if is_doubtful else best)
         gain = (cost * unit * best + fixed).max() / (cost * unit * now + fixed).max()
         return best if gain < CLEAR_GAINS[len(self.windows) - 1] else now
 
