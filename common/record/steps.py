@@ -4,6 +4,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,13 +95,12 @@ def exchange_steps(
     different learning rates, and RunError where they have made other `changes` of the shares.
     """
     took = timer.take()
-    last = changes[-1]
-    shares = [zlib.crc32(repr(changes[-COMPARED_CHANGES:]).encode()), last.from_step, *last.weights]
+    recent = changes[-COMPARED_CHANGES:]
     columns: list[Sequence[Number]] = [  # of OF_STEPS
         *([one.loss for one in noted], [one.grad_norm for one in noted]),
         *([one.count for one in noted], [float(one.rates) for one in noted]),
         *([one.loading for one in took], [one.compute for one in took], [one.exchange for one in took]),
-        shares,
+        [zlib.crc32(repr(recent).encode())],
         [*now.values()],
     ]
     mine = torch.cat([_vector(numbers, timer.device) for numbers in columns])
@@ -109,9 +109,10 @@ def exchange_steps(
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).cpu()
     took_here = time.perf_counter() - began
-    of_steps, of_shares, of_now = rows.split([len(OF_STEPS) * len(noted), len(shares), len(now)], dim=1)
+    of_steps, of_shares, of_now = rows.split([len(OF_STEPS) * len(noted), 1, len(now)], dim=1)
     found = dict(zip(OF_STEPS, of_steps.unflatten(1, (len(OF_STEPS), -1)).unbind(dim=1), strict=True))
-    _require_same_shares(of_shares)
+    if (of_shares != of_shares[0]).any():
+        _require_same_shares(recent)
     counts, rates = found["count"], found["rates"]
     _require_none(counts != counts[0], counts, noted, OTHER_COUNT)
     _require_none((rates - rates[0]).abs() > SAME_RATE * rates[0].abs(), rates, noted, OTHER_RATE)
@@ -139,15 +140,22 @@ def _require_none(differs: torch.Tensor, values: torch.Tensor, noted: Sequence[L
         raise UserError(problem, same_on_every_rank=True)
 
 
-def _require_same_shares(found: torch.Tensor) -> None:
-    """Raise RunError on every rank unless all have changed the shares alike: (ranks, a number for the last changes, the
-    first step of the last one, its weights)."""
-    for rank in (found != found[0]).any(dim=1).nonzero().flatten().tolist():
-        (_, step, *here), (_, first, *there) = found[rank].tolist(), found[0].tolist()
-        here, there = (", ".join(map(str, weights)) for weights in (here, there))
-        raise RunError(
-            f"rank {rank} has the shares {here} from step {step + 1:.0f} on, but rank 0 {there} from step "
-            f"{first + 1:.0f} on, so samples would be left out or trained twice: has one rank alone changed the plan? "
-            "Else give --shares in place of --balance auto, and report this",
-            same_on_every_rank=True,
-        )
+def _require_same_shares(mine: Sequence[Shares]) -> None:
+    """Raise RunError on every rank unless the changes of the shares are the same on all. Every rank must call this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, changes in enumerate(everyone):
+        for step in sorted({one.from_step for one in [*changes, *everyone[0]]}, reverse=True):
+            here, there = (_weights_at(of, step) for of in (changes, everyone[0]))
+            if here != there:
+                raise RunError(
+                    f"rank {rank} has the shares {here} in step {step + 1}, but rank 0 {there}, so samples would be "
+                    "left out or trained twice: has one rank alone changed the plan? Else give --shares in place of "
+                    "--balance auto, and report this",
+                    same_on_every_rank=True,
+                )
+
+
+def _weights_at(changes: Sequence[Shares], step: int) -> str:
+    found = next((one for one in reversed(changes) if one.from_step <= step), changes[0])
+    return ", ".join(f"{weight:g}" for weight in found.weights)
