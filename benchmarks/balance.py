@@ -182,7 +182,7 @@ def settle(trainer: str, name: str, batch: int, flags: list[str], repeat: int) -
                 )
                 try:
                     more = [*flags, "--global-batch", str(batch), "--balance", way]
-                    more += ["--max-steps", str(2 * SETTLED)] if way == "off" else []  # nothing changes
+                    more += ["--max-steps", str(3 * SETTLED)] if way == "off" else []  # nothing changes
                     job = Job(trainer, groups, Path(folder) / "run", more, pinned=True)
                     job.wait()
                 finally:
