@@ -1,7 +1,6 @@
 """Runs whose shares follow the ranks' speeds: the slow rank gets less, and the result stays the same."""
 
 import json
-import re
 
 import pytest
 
@@ -86,23 +85,19 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert "Traceback" not in node.output
 
 
-OTHER_SHARES = r"rank 1 has the shares 1, 3 in step 10, but rank 0 [\d.]+, [\d.]+, so samples would be left out"
+OTHER_SHARES = "rank 1 has the shares 1, 3 in step 10, but rank 0 1, 1, so samples would be left out"
 OTHER_STEP = "rank 1 has the shares 1, 1 in step 9, but rank 0 1, 3, so samples would be left out"
 
 
-@pytest.mark.parametrize("balance, ranks, from_step, said", [
-    ("auto", (1,), "9", OTHER_SHARES),
-    ("off", (1,), "9", OTHER_SHARES),
-    ("off", (0, 1), "8 + worker.rank", OTHER_STEP),
-])  # fmt: skip
-def test_ranks_with_other_changes_of_the_plan_are_named_before_a_checkpoint(tmp_path, balance, ranks, from_step, said):
+@pytest.mark.parametrize("ranks, from_step, said", [((1,), "9", OTHER_SHARES), ((0, 1), "8 + worker.rank", OTHER_STEP)])
+def test_ranks_with_other_changes_of_the_plan_are_named_before_a_checkpoint(tmp_path, ranks, from_step, said):
     alone = f"            if worker.rank in {ranks} and run.step == 7:\n"
     alone += f"                run.batches.plan.change_shares((1, 3), {from_step})\n"
     trainer = altered(tmp_path / "alone_ddp", {NEXT_STEP: alone + NEXT_STEP})
-    flags = (*FLAGS, "--balance", balance, "--max-steps", 10)
+    flags = (*FLAGS, "--max-steps", 10)
     for node in playing(trainer, nodes_of((1, 1), tmp_path, *flags), tmp_path).results():
         assert node.code == 1 and "Traceback" not in node.output, node.output
-        assert re.search(said, node.output), node.output
+        assert said in node.output, node.output
     assert not (tmp_path / "checkpoints").exists()
 
 
