@@ -5,7 +5,7 @@
 
 The MNIST trainer on digits, 3+1 ranks, with an evaluation and a checkpoint every 180 steps; `async` has loader workers
 too. Memory is what a process has resident (RSS), and what of that it holds alone (USS): libraries are shared, and so is
-what a rank has from the launcher that has forked it, until either writes there. The first thousand steps fill caches.
+what a rank has from the launcher that has forked it, until either writes there. Growth counts from step 1,000.
 """
 
 import argparse
@@ -34,6 +34,7 @@ CASES: dict[str, list] = {
 }
 LOADERS = "async"  # the case in which each rank has a process that loads
 EVERY_SECONDS = 2.0
+FIRST_STEP = 1000  # from which growth counts: until then, caches fill
 
 Sample = tuple[int, float, float, int, int]  # step, MB resident, MB of its own, descriptors, threads
 
@@ -52,7 +53,8 @@ def watch(case: str, steps: int) -> dict[str, list[Sample]]:
                     with contextlib.suppress(*PROCESS_ENDED):
                         memory = process.memory_full_info()
                         kept = memory.rss / 1e6, memory.uss / 1e6, process.num_fds(), process.num_threads()
-                        found.setdefault(name, []).append((step, *kept))
+                        if memory.rss:  # nothing, where it has just ended
+                            found.setdefault(name, []).append((step, *kept))
                 time.sleep(EVERY_SECONDS)
         except BaseException:
             run.end()
@@ -96,7 +98,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    marks = sorted({1000, args.steps // 10, args.steps // 2, args.steps})
+    marks = sorted({FIRST_STEP, args.steps // 10, args.steps // 2, args.steps})
     cells = [f"MB at {step:,}" for step in marks]
     print(f"| run | process | {' | '.join(cells)} | since 1,000 | its own | descriptors | threads |")
     print("| --- " * (len(marks) + 6) + "|")
@@ -106,7 +108,7 @@ def main() -> None:
         for process, samples in found.items():
             then = [at(samples, step) for step in marks]
             megabytes = " | ".join(f"{one[1]:.1f}" for one in then)
-            first = at(samples, 1000)
+            first = at(samples, FIRST_STEP)
             grown, alone = then[-1][1] - first[1], then[-1][2] - first[2]
             others = " | ".join(f"{first[column]} to {then[-1][column]}" for column in (3, 4))
             print(f"| {case} | {process} | {megabytes} | {grown:+.1f} | {alone:+.1f} | {others} |", flush=True)
@@ -118,12 +120,14 @@ def main() -> None:
 def plot(found: dict[str, Any], picture: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(found), 3.2), layout="constrained")
+    figure = Figure(figsize=(5 * len(found), 4), layout="constrained")
     for axes, (case, processes) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
         for process, samples in processes.items():
-            axes.plot([one[0] for one in samples], [one[1] for one in samples], label=process)
-        axes.set(title=case, xlabel="step", ylabel="resident MB of each process", ylim=(0, None))
-        axes.legend()
+            first = at(samples, FIRST_STEP)[1]
+            axes.plot([one[0] for one in samples], [one[1] - first for one in samples], label=process, linewidth=1)
+        axes.set(title=case, xlabel="step", ylabel=f"resident MB since step {FIRST_STEP:,}", ylim=(-5, 10))
+        axes.axhspan(0, 1, color="lightgrey")
+        axes.legend(fontsize="small", ncols=2)
     figure.savefig(picture)
 
 
