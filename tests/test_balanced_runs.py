@@ -85,14 +85,14 @@ def test_a_model_whose_forward_waits_for_other_ranks_is_refused(tmp_path):
         assert "Traceback" not in node.output
 
 
-OTHER_SHARES = "rank 1 has the shares 1, 3 in step 10, but rank 0 1, 1, so samples would be left out"
-OTHER_STEP = "rank 1 has the shares 1, 1 in step 9, but rank 0 1, 3, so samples would be left out"
-
-
-@pytest.mark.parametrize("ranks, from_step, said", [((1,), "9", OTHER_SHARES), ((0, 1), "8 + worker.rank", OTHER_STEP)])
-def test_ranks_with_other_changes_of_the_plan_are_named_before_a_checkpoint(tmp_path, ranks, from_step, said):
+@pytest.mark.parametrize("ranks, change, said", [
+    ((1,), "(1, 3), 9", "rank 1 has the shares 1, 3 in step 10, but rank 0 1.0, 1.0, so samples would be left out"),
+    ((0, 1), "(1, 3), 8 + worker.rank", "rank 1 has the shares 1.0, 1.0 in step 9, but rank 0 1, 3, so"),
+    ((0, 1), "(1, 3 + worker.rank * 1e-10), 9", "rank 1 has the shares 1, 3.0000000001 in step 10, but rank 0 1, 3.0"),
+])  # fmt: skip
+def test_ranks_with_other_changes_of_the_plan_are_named_before_a_checkpoint(tmp_path, ranks, change, said):
     alone = f"            if worker.rank in {ranks} and run.step == 7:\n"
-    alone += f"                run.batches.plan.change_shares((1, 3), {from_step})\n"
+    alone += f"                run.batches.plan.change_shares({change})\n"
     trainer = altered(tmp_path / "alone_ddp", {NEXT_STEP: alone + NEXT_STEP})
     flags = (*FLAGS, "--max-steps", 10)
     for node in playing(trainer, nodes_of((1, 1), tmp_path, *flags), tmp_path).results():

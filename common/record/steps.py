@@ -148,6 +148,7 @@ def _require_same_shares(mine: Sequence[Shares]) -> None:
         for step in sorted({one.from_step for one in [*changes, *everyone[0]]}, reverse=True):
             here, there = (_weights_at(of, step) for of in (changes, everyone[0]))
             if here != there:
+                here, there = (", ".join(map(str, weights)) for weights in (here, there))
                 raise RunError(
                     f"rank {rank} has the shares {here} in step {step + 1}, but rank 0 {there}, so samples would be "
                     "left out or trained twice: has one rank alone changed the plan? Else give --shares in place of "
@@ -156,6 +157,5 @@ def _require_same_shares(mine: Sequence[Shares]) -> None:
                 )
 
 
-def _weights_at(changes: Sequence[Shares], step: int) -> str:
-    found = next((one for one in reversed(changes) if one.from_step <= step), changes[0])
-    return ", ".join(f"{weight:g}" for weight in found.weights)
+def _weights_at(changes: Sequence[Shares], step: int) -> Sequence[object]:
+    return next((one for one in reversed(changes) if one.from_step <= step), changes[0]).weights
