@@ -10,7 +10,8 @@ from tests.trainers import altered
 EPOCHS = 60  # of one step each, with an evaluation and a checkpoint
 FLAGS = ("--dataset", "digits", "--global-batch", 1438, "--epochs", EPOCHS, "--keep", 2)
 LOOP = "        while True:\n"
-KEPT = """        import gc, json, os
+KEPT = """        import gc, json, os, pickle
+        from torch._C._distributed_c10d import _dump_fr_trace as dump
         gc.collect()
         gc.freeze()  # what is there already
         kept = []
@@ -20,6 +21,7 @@ KEPT = """        import gc, json, os
             counts = {name: len(os.listdir(folder)) for name, folder in folders.items()}
             # the last changes of the shares, and times: how many depends on how busy the machine is
             remembered = len(run.batches.plan.changes) + 3 * len(run.balancer.speeds.windows)
+            counts["collectives noted"] = len(pickle.loads(dump())["entries"])
             counts |= {"objects": len(gc.get_objects()) - remembered, "keys of the store": run.group.store.num_keys()}
             kept.append(counts)
             open(f"FOLDER/kept-{worker.rank}.json", "w").write(json.dumps(kept))
@@ -36,7 +38,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["descriptors", "threads", "objects", "keys of the store"])
+@pytest.mark.parametrize("what", ["descriptors", "threads", "objects", "keys of the store", "collectives noted"])
 def test_what_a_process_keeps_does_not_grow_with_the_steps(what, kept):
     for of_rank in kept:
         counts = [one[what] for one in of_rank]
