@@ -528,3 +528,15 @@ def test_a_signal_before_a_change_of_the_members_takes_effect_after_it(tmp_path)
     dying = altered(tmp_path / "dying_ddp", changes)
     results = playing(dying, nodes_of((2, 1), tmp_path / "run", *Patient.FLAGS, *ELASTIC), tmp_path).results()
     assert results[0].code == 75 and "interrupted: SIGUSR1 on rank 1" in results[0].output, results
+
+
+def test_a_rank_that_is_lost_between_the_update_and_the_end_of_a_step_ends_the_run_with_the_way_on(tmp_path):
+    """The others wait there for it, by a collective of the trainer's own: their weights have moved already."""
+    place = MOMENTS["exchange"]
+    dying = f"            if run.step == 30 and worker.rank == 2:\n                {DIE}\n"
+    waiting = "            torch.distributed.all_reduce(torch.zeros(1))\n"
+    script = altered(tmp_path / "torn_ddp", {place: dying + waiting + place})
+    first, _ = playing(script, nodes_of((2, 1), tmp_path / "run", *FLAGS, *ELASTIC), tmp_path).results()
+    assert first.code == 1 and "Traceback" not in first.output, first.output
+    assert "a part of that step is done, and it cannot be taken back. Go on from the last checkpoint" in first.output
+    assert len(losses(tmp_path / "run")) <= 30

@@ -99,6 +99,10 @@ class ElasticMembers(Members):
             say_how_to_join(self.membership, folder)
         send_files(self.group, folder, self.copies)
 
+    def note_update(self) -> None:
+        assert self.state
+        self.state.is_torn = True
+
     def note_step(self, step: int, noted: list[Any]) -> None:
         assert self.state
         self.state.note_step(step, noted)

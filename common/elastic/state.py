@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.errors import RunError
 from common.join.process_group import Group
 from common.state import Stateful, broadcast_tree, fill, on_cpu
 from common.uneven.guards.fingerprint import fingerprint
@@ -16,7 +17,8 @@ from common.uneven.kept import CPU, Place, attributes, is_on_cpu, is_plain, move
 
 @dataclass
 class InMemoryState:
-    """What a rank has after each optimizer step: everything that the next one needs."""
+    """What a rank has after each optimizer step: everything that the next one needs. Of the plain attributes of layers
+    it knows those that have changed before the last exchange of steps."""
 
     folder: Path  # of the run's files
     step: int  # optimizer steps done
@@ -27,6 +29,7 @@ class InMemoryState:
     unwritten: list[Any] = field(default_factory=list)  # GlobalSteps of the last generation, for rank 0 to write
     saved_at: float = field(default_factory=time.perf_counter)  # when the last checkpoint was written
     attributes: dict[Place, Any] = field(default_factory=dict)  # of layers, those that training has changed
+    is_torn: bool = False  # an optimizer has changed weights since `step`, and its step is not done
 
     def __post_init__(self) -> None:
         # What forward changes, such as BatchNorm's buffers or a counter, as it was after the last step that is done: of
@@ -51,7 +54,7 @@ class InMemoryState:
 
     def note_step(self, step: int, noted: list[Any]) -> None:
         """Optimizer step `step` is done; `noted` are the LocalSteps since the last exchange."""
-        self.step, self.noted = step, noted
+        self.step, self.noted, self.is_torn = step, noted, False
         for prefix, layer in self.owners:
             for name, buffer in layer._buffers.items():
                 if buffer is not None and self._has_changed(prefix + name, buffer):
@@ -80,17 +83,26 @@ def restore_from_members(
     None where the first generation had not begun. Every rank must call this.
 
     A rank that was lost in the middle of a step's exchange may leave one rank a step ahead of another: the first rank
-    that is ahead sends its state to all, as it does where a rank has come that has none.
+    that is ahead sends its state to all, as it does where a rank has come that has none. One that has taken a part of a
+    step, such as the critic's of two networks, has none either. Raises RunError where all have.
     """
+    was_torn = mine is not None and mine.is_torn
+    mine = None if was_torn else mine
     everyone: list[Any] = [None] * group.worker.world_size
     kept = {place: fingerprint(value) for place, value in mine.attributes.items()} if mine else {}
-    dist.all_gather_object(everyone, (mine.step if mine else -1, kept))
-    known = [steps for steps, _ in everyone]
+    dist.all_gather_object(everyone, (mine.step if mine else -1, kept, was_torn))
+    known = [steps for steps, *_ in everyone]
     step = max(known)
+    if step < 0 and any(torn for *_, torn in everyone):
+        raise RunError(
+            "a rank was lost after run.optimizer_step(), where the others waited for it before run.end_step(): a part "
+            "of that step is done, and it cannot be taken back. Go on from the last checkpoint with --resume",
+            same_on_every_rank=True,
+        )
     if step < 0:
         return None
     ahead = known.index(step)
-    of_ahead = [attributes for steps, attributes in everyone if steps == step]
+    of_ahead = [attributes for steps, attributes, _ in everyone if steps == step]
     if mine and mine.step == step:
         model.load_state_dict(mine.model.state_dict())
         _fill_buffers(model, mine.buffers)

@@ -49,6 +49,9 @@ class Members:
     def send_files(self, folder: Path) -> None:
         """Give the files of rank 0 so far to the ranks that keep copies. Every rank must call this."""
 
+    def note_update(self) -> None:
+        """An optimizer is about to change weights, before its step is done."""
+
     def note_step(self, step: int, noted: list[Any]) -> None:
         """Optimizer step `step` is done; `noted` are the steps since the last exchange."""
 

@@ -210,6 +210,7 @@ class Run:
         # Copies, because a scheduler writes into tensors; None, as Adafactor has it, is no number that could be noted.
         self.rates += [math.nan if rate is None else rate + 0.0 for rate in rates]
         which = self.model if model is None else model
+        self.members.note_update()
         self.grad_norm = self.precision.step(which, clip_norm, *optimizers, round_of_checks=self.batches.timer.round)
 
     def end_step(self) -> None:
