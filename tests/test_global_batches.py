@@ -81,6 +81,30 @@ def test_a_sample_that_ends_an_iterator_does_not_end_the_training(workers):
             batches.timer.mark("reduced")
 
 
+class ReadsBadlyOnce(torch.utils.data.Dataset):
+    fails = True
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 7 and self.fails:
+            self.fails = False
+            raise OSError("the disk has not answered")
+        return index
+
+
+def test_a_batch_that_could_not_be_read_is_the_next_one_where_the_loop_tries_again():
+    batches, seen = GlobalBatchLoader(ReadsBadlyOnce(), 2), []
+    while batches.step < batches.total_steps:
+        try:
+            seen += next(next(batches).micro_batches())[0].tolist()
+        except OSError:
+            continue
+        batches.timer.mark("reduced")
+    assert sorted(seen) == list(range(10))
+
+
 def test_a_step_whose_gradients_were_not_exchanged_is_refused_before_the_next():
     batches = GlobalBatchLoader(NUMBERS, 4)
     next(batches)

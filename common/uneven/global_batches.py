@@ -167,8 +167,12 @@ class GlobalBatchLoader(Iterator[StepBatch]):
             self.items = map(parts.__getitems__, self.sampler) if is_plain else iter(self.loader)
         try:
             part = next(self.items)
-        except StopIteration as error:  # else the trainer's loop would end, as if all were done
-            raise RuntimeError(f"{type(self.dataset).__name__} has raised StopIteration for a sample") from error
+        except BaseException as error:
+            self.items = None  # who tries again gets this step's samples, and not the next one's
+            if isinstance(error, StopIteration):  # else the trainer's loop would end, as if all were done
+                name = type(self.dataset).__name__
+                raise RuntimeError(f"{name} has raised StopIteration for a sample") from error
+            raise
         if first_step == self.plan.steps_per_epoch - 1:
             next(self.items, None)  # there is none, and the loader's processes are ready for the next epoch
         self.timer.next_item()
