@@ -14,6 +14,7 @@ MICRO = "            for micro, is_last in batch.micro_batches():  # at least on
 BACKWARD = "run.backward(loss_sum / batch.global_count)"
 DONE = "run.is_done or "
 WRAP = "        while True:\n"
+RESUME = "        run.resume(net, optimizer=optimizer, scheduler=scheduler)\n"
 BEFORE_WRAP = "        model = run.wrap("
 EVALUATE = "                run.log_evaluation(**evaluate(net, test_loader, run))\n"
 ALONE = """                found = evaluate(net, test_loader, run)
@@ -92,6 +93,18 @@ def test_a_loop_that_is_left_early_has_written_and_saved_all_of_its_steps(tmp_pa
     assert len(losses(tmp_path / "run")) == 5
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000005"
     assert rows(tmp_path / "run", "summary")[0]["step"] == 5
+
+
+def test_a_buffer_that_changes_at_the_end_of_a_loop_that_is_left_early_is_not_saved(tmp_path):
+    """No backward follows, after which the guards would look."""
+    changes = {RESUME: f"        net.register_buffer('mark', torch.zeros(1))\n{RESUME}"}
+    changes |= {
+        ZERO: f"            run.step == 8 and net.mark.add_(1)\n{ZERO}",
+        DONE: "run.step == 9 or run.is_done or ",
+    }
+    for result in run_of(changes, tmp_path).results():
+        assert result.code == 2 and "training changes the buffer mark" in result.output, result.output
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_rank_that_draws_for_longer_than_the_others_would_wait_ends_the_run_well(tmp_path):

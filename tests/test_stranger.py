@@ -558,6 +558,28 @@ def test_two_losses_of_which_the_first_is_only_accumulated_are_exact(exact, monk
     exact()
 
 
+def test_two_steps_on_one_batch_are_exact_with_micro_batches(exact):
+    """As a critic takes several steps before the maker's."""
+    passing = """for micro, is_last in batch.micro_batches():
+        with model.no_sync(enabled=not is_last):
+            (compute_loss(model, micro) / batch.global_count).backward()
+    optimizer.step()
+    optimizer.zero_grad()"""
+    exact(begin=passing)
+
+
+def test_a_backward_after_the_exchange_of_its_step_is_refused(refused, monkeypatch):
+    more = "    with model.no_sync():\n        compute_loss(model, micro).backward()\n    optimizer.step()\n"
+    monkeypatch.setitem(globals(), "BODY", BODY.replace("    optimizer.step()\n", more))
+    refused("the gradients of this step would be summed over the ranks twice")
+
+
+def test_layers_that_train_though_they_were_frozen_at_wrap_are_refused_by_name(refused):
+    frozen = "(net[0].requires_grad_(False), torch.optim.AdamW(net.parameters(), 0.02))[1]"
+    begin = "net[0].requires_grad_(len(losses) > 2)"
+    refused("0.weight, 0.bias was frozen at wrap() and trains now", optimizer=frozen, begin=begin)
+
+
 def test_gradients_that_are_emptied_within_a_micro_batch_are_refused(outputs, monkeypatch):
     loss = "            loss = compute_loss(model, micro)\n"
     monkeypatch.setitem(globals(), "BODY", BODY.replace(loss, f"            optimizer.zero_grad()\n{loss}"))

@@ -12,6 +12,7 @@ BACKWARD = "                    run.backward("
 NAN = "                    if run.step in {steps} and worker.rank == worker.world_size - 1:\n"
 # The gradient of the second one is finite.
 NAN += "                        loss_sum = loss_sum * math.nan if run.step == 5 else loss_sum + math.inf\n"
+RESUME = "        run.resume(net, optimizer=optimizer, scheduler=scheduler)\n"
 UPDATE = "            scheduler.step()\n"
 DAMAGE = "            if run.step == 4 and worker.rank == 1:\n"
 DAMAGE += "                next(net.parameters()).data.view(-1)[0] += 1e-9\n"
@@ -68,12 +69,14 @@ def test_weights_that_differ_on_one_rank_are_said_at_the_next_checkpoint(tmp_pat
 
 
 @pytest.mark.parametrize("alone, what", [
+    ("net.mark.data.add_(1)", "buffers"),  # which does not count as a write
     ("next(net.parameters()).data.mul_(0.99)", "weights"),
     ("optimizer.state_dict()['state'][0]['step'].add_(1)", "state of optimizer"),
 ])  # fmt: skip
 def test_what_one_rank_alone_has_changed_in_the_first_step_is_said_after_it(alone, what, tmp_path):
     change = f"            if run.step == 0 and worker.rank == 0:\n                {alone}\n"
-    said = play(altered(tmp_path / "alone_ddp", {UPDATE: change + UPDATE}), (2, 1), tmp_path / "run", *FLAGS)[0].output
+    changes = {UPDATE: change + UPDATE, RESUME: f"        net.register_buffer('mark', torch.zeros(1))\n{RESUME}"}
+    said = play(altered(tmp_path / "alone_ddp", changes), (2, 1), tmp_path / "run", *FLAGS)[0].output
     assert f"warning: after step 1, rank 0 has not the same {what} as the other ranks" in said
     assert "as under `if rank == 0`?" in said
 

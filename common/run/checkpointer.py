@@ -25,7 +25,7 @@ class Checkpointer:
         self.unsaved_seconds = 0.0  # at the last exchange, by rank 0's clock; the same on every rank
         self.saved_step = run.step
         self.write_extra: checkpoint.WriteExtra | None = None  # that of the last checkpoint
-        self.has_said_differing = False
+        self.has_compared = self.has_said_differing = False
         self.averages: Averages | None = None  # from the first exchange on
         self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
         if self.writer:
@@ -45,13 +45,12 @@ class Checkpointer:
         """Take what all ranks have exchanged. At the first time, what is made only once has been made, and what one
         rank alone does has been done; later, each checkpoint compares the ranks. Every rank must call this."""
         self.unsaved_seconds = steps.now["unsaved_seconds"][0]
-        if self.averages:
-            return
-        self.averages = Averages(self.net)
-        self.averages.require_given(self.states)
-        if not self.members.generation:
-            require_all_schedulers(self.states)
-        if self.nodes.is_synchronized:
+        if not self.averages:
+            self.averages = Averages(self.net)
+            self.averages.require_given(self.states)
+            if not self.members.generation:
+                require_all_schedulers(self.states)
+        if not self.has_compared and self.nodes.is_synchronized:
             self.compare(steps.done[-1].step, self.states)
 
     def save(self, step: int, fields: dict[str, Any], into: str, write_extra: checkpoint.WriteExtra | None) -> None:
@@ -69,6 +68,8 @@ class Checkpointer:
             )
         # In another folder than "checkpoints", the weights of one step alone.
         states, keep = (self.states, self.options.flags["keep"]) if into == "checkpoints" else ({}, 1)
+        for model in self.log.timer.models:
+            model.guard.state.require_same_buffers()
         self.compare(step, states)
         log, others_wait = self.log, self.group.others_wait(f"rank 0, which saves step {step}")
         with log.timer.span("checkpoint"), log.clock.saving(), others_wait, log.writing():
@@ -93,7 +94,10 @@ class Checkpointer:
 
     def compare(self, step: int, states: dict[str, Stateful]) -> None:
         """Print which ranks' weights or states differ, which they must not. Every rank must call this."""
+        self.has_compared = True
+        may_differ = {id(one) for model in self.log.timer.models for one in model.guard.state.layout_dependent()}
         trees: dict[str, Any] = {"weights": list(self.net.parameters())}
+        trees["buffers"] = [one for one in self.net.buffers() if id(one) not in may_differ]
         if not self.nodes.is_on:  # else each node has an optimizer of its own
             trees |= {f"state of {name}": one.state_dict() for name, one in states.items()}
         for what, ranks in ranks_that_differ(trees, self.group.device).items():

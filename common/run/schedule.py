@@ -26,7 +26,9 @@ def find_due(run: "Run", evaluates: bool, ends: bool = False) -> None:
         run.checkpointer.agree(steps)
     # Guards look at everything in a step after which ranks exchange, so that what is wrong is found before. The step
     # after an exchange may be one, because an exchange tells whether to save.
-    if exchanges or run.log.is_due_next or wants_evaluation(run, run.step + 1) or run.checkpointer.saves(run.step + 1):
+    comes = run.log.is_due_next or wants_evaluation(run, run.step + 1) or run.checkpointer.saves(run.step + 1)
+    waited = (run.checkpointer.wants_one or run.nodes.evaluation_is_due) and run.nodes.synchronizes_next
+    if exchanges or comes or waited:
         run.batches.timer.begin_checks()
     run.evaluation_is_due, run.checkpoint_is_due = evaluates and run.log.evaluated_step != run.step, saves
     if run.evaluation_is_due:

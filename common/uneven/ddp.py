@@ -96,8 +96,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 "this loop does not take its batches from the GlobalBatchLoader that wrap() was given: write "
                 "`batch = next(batches)` and `for micro, is_last in batch.micro_batches():`"
             )
-        if guard.reduced_item and (is_last or guard.reduced_item < timer.item):
+        if guard.reduced_item and guard.begun_item != timer.item:  # the first micro-batch, or the only one
             guard.require_no_gradients(same_step=guard.reduced_item == timer.item)
+        guard.begun_item = 0 if is_last else timer.item
         timer.unmark("ready")
         timer.tell("pass")
         guard.begin_micro_batch(is_last)
@@ -231,7 +232,7 @@ def _sum_over_ranks(
         model.guard.exchanges += 1
     if timer.at_exchange and bucket.index() == 0:
         numbers = timer.at_exchange()
-        if sum_gradients is sum_bucket:
+        if sum_gradients is sum_bucket and bucket.buffer().dtype in (torch.float32, torch.float64):
             return sum_bucket(bucket, beside=numbers)
         sum_numbers(numbers)
     return sum_gradients(bucket)

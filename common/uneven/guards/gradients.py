@@ -36,6 +36,7 @@ class Guard:
         self.in_micro_batch = False  # within the model's `no_sync`
         self.exchanges = 0  # within a micro-batch
         self.reduced_item = 0  # the number of the loader's item whose gradients were summed last
+        self.begun_item = 0  # of which some micro-batches have run, and not the last
         self.has_trained = False  # in training mode
 
     def watch(self, timer: StepTimer, ranks: Any) -> None:
@@ -93,10 +94,21 @@ class Guard:
         changed."""
         self.require_all_reached(all_reduced)
         if self.looks:
+            self.require_no_more()
             self.state.require_same_buffers()
         if self.watched.hooked_steps >= 0:
             self.state.say_changed_tensors(is_last_look=self.watched.hooked_steps == 0)
         self.round = self.timer.round
+
+    def require_no_more(self) -> None:
+        """Raise UserError for a gradient of a parameter that was frozen when `wrap` was called."""
+        more = [one for one in self.parameters if one[0] not in self.trained and one[1].requires_grad]
+        if found := [name for name, one in more if one.grad is not None and not hasattr(one, IS_REDUCED)]:
+            raise UserError(
+                f"{shown(found)} was frozen at wrap() and trains now, but its gradient is not summed over the ranks, "
+                "so each would train its own copy: do not freeze it, and train it with a learning rate of 0 until "
+                "then, or save, end, and go on with --resume in a script that does not freeze it"
+            )
 
     def require_no_gradients(self, same_step: bool) -> None:
         """Raise UserError if there are gradients, which have been summed over the ranks already: in the same step, or

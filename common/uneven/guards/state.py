@@ -66,6 +66,13 @@ class ModelState:
             self.has_warned = True
         self.kept, self.changed = ({}, set()) if is_last_look or self.has_warned else (kept, changed)
 
+    def layout_dependent(self) -> list[torch.Tensor]:
+        """The buffers that ranks may have in different ways."""
+        named = [
+            (f"{where}.{name}".lstrip("."), one) for where, layer in self.layers for name, one in layer._buffers.items()
+        ]
+        return [one for name, one in named if one is not None and is_named(name, self.may_keep)]
+
     def _buffer_versions(self) -> Iterator[tuple[str, torch.Tensor, int]]:
         for layer_name, layer in self.layers:
             for own_name, buffer in layer._buffers.items():  # named_buffers() takes five times as long

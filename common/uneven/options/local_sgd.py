@@ -104,6 +104,11 @@ class LocalSGD:
         scale = self.sampler.plan.global_count(self.step) / mine if mine else 0.0
         return sum_bucket(bucket, ranks=self.group, scale=scale)
 
+    @property
+    def synchronizes_next(self) -> bool:
+        """Whether all nodes have the same weights after the next step."""
+        return not self.is_on or (self.step + 1) % self.every == 0
+
     def end_step(self, evaluation_is_due: bool, now: bool) -> bool:
         """Call after each step of the trainer's optimizer. Every H-th call takes the outer step, and so does one with
         `now`, which is for the last step of all. Every rank must call this.
