@@ -20,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -28,9 +31,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.cores import Cores, fractions
 from benchmarks.data import require_mnist
 from benchmarks.machine import describe
+from benchmarks.processes import ended
 from common.launch.addresses import free_port
 
 FIRST_STEP = 20
+CHANGE_STEP = 40  # at which `changes` swaps the speeds
 TRAINERS = {
     "MNIST": ["mnist_ddp/mnist-distributed.py"],
     "BERT": [
@@ -97,7 +102,9 @@ class Job:
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
     def wait(self) -> None:
-        if [code for code in [node.wait() for node in self.nodes] if code]:
+        with ended(self.nodes):
+            codes = [node.wait() for node in self.nodes]
+        if any(codes):
             sys.exit(f"balance.py: a run has failed:\n{self.log.read_text()}")
 
 
@@ -105,6 +112,14 @@ def steps_per_second(rows: list[dict]) -> float:
     """From the first row at or after step 20 to the last."""
     first, last = next(row for row in rows if row["step"] >= FIRST_STEP), rows[-1]
     return _rate(first, last)
+
+
+def _mean(rows: list[dict], value: Callable[[dict], float]) -> float:
+    """Over the steps of all rows but the first: a row is of the steps since the one before it."""
+    pairs = list(pairwise(rows))
+    return sum((row["step"] - before["step"]) * value(row) for before, row in pairs) / (
+        rows[-1]["step"] - rows[0]["step"]
+    )
 
 
 def _rate(first: dict, last: dict) -> float:
@@ -128,7 +143,8 @@ def compare(trainer: str, name: str, flags: list[str], repeat: int) -> None:
         for way in found:
             rate, rows = measure(trainer, speeds, [*flags, *more, "--global-batch", str(batch), "--balance", way])
             found[way].append(rate)
-        exchanges += [statistics.mean(row["communication_ms"]) for row in rows if row["step"] >= FIRST_STEP]
+        settled = [row for row in rows if row["step"] >= FIRST_STEP]
+        exchanges.append(_mean(settled, lambda row: statistics.mean(row["communication_ms"])))
     equal, auto = (statistics.median(rates) for rates in found.values())
     ratio = statistics.median(b / a for a, b in zip(*found.values(), strict=True))
     ceiling = sum(speeds) / (len(speeds) * min(speeds))
@@ -146,10 +162,12 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     flags = [*flags, "--global-batch", str(BATCH[trainer]), "--balance", "auto"]
     with fractions(before) as cores, tempfile.TemporaryDirectory() as folder:
         job = Job(trainer, cores, Path(folder) / "run", flags)
-        while not (rows := job.rows()) or rows[-1]["step"] < 40:
-            time.sleep(0.01)
-            if any(node.poll() for node in job.nodes):
-                break
+        with ended(job.nodes):
+            while not (rows := job.rows()) or rows[-1]["step"] < CHANGE_STEP:
+                time.sleep(0.01)
+                if any(node.poll() is not None for node in job.nodes):
+                    job.wait()
+                    sys.exit(f"balance.py: --steps must be more than {CHANGE_STEP} for --only changes")
         for one, speed in zip(cores, after, strict=True):
             one.set(speed)
         changed = job.rows()[-1]["step"]
@@ -157,55 +175,89 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
         rows, changes = job.rows(), job.rows("shares")
     batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
     there = next(
-        (row["step"] for row in changes if row["step"] > changed and abs(row["shares"][0] / batch - wanted) < 0.1), None
+        (row["step"] for row in changes if row["step"] > changed and abs(row["shares"][0] / batch / wanted - 1) < 0.1),
+        None,
     )
     print(
         f"{trainer}: speeds {before} become {after} about step {changed}: shares {rows[-1]['shares']} at the end, "
-        f"within a tenth of them at step {there}; "
+        f"within a tenth of {wanted * batch:.0f} at step {there}; "
         f"changes: {', '.join(str(row['step']) + ' ' + str(row['shares']) for row in changes)}",
         flush=True,
     )
 
 
-def settle(trainer: str, name: str, batch: int, flags: list[str], repeat: int) -> None:
-    """Print how a run goes on from step 30 on in which rank 1 is slow in this way."""
+def settle(trainer: str, name: str, batch: int, flags: list[str]) -> dict[str, Any]:
+    """How a run goes on from step 30 on in which rank 1 is slow in this way, beside one with equal shares."""
     speeds, period, has_neighbour = SETTLE[name]
-    ceiling = sum(speeds) / (len(speeds) * min(speeds))
-    found: dict[str, list[float]] = {"part": [], "reachable": [], "changes": [], "off": [], "exchange": []}
-    rates: dict[str, list[float]] = {"off": [], "auto": []}
+    ceiling, seconds = sum(speeds) / (len(speeds) * min(speeds)), dict[str, float]()  # of a step
+    for way in ("off", "auto"):
+        cores = (1.0, 1.0) if has_neighbour else speeds
+        with fractions(cores, int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
+            computing = ["taskset", "-c", "1", sys.executable, "-c", NEIGHBOUR] if has_neighbour else ["true"]
+            with ended([subprocess.Popen(computing)]):
+                more = [*flags, "--global-batch", str(batch), "--balance", way]
+                if way == "off":  # nothing changes, so it needs no more steps than take some seconds
+                    more += ["--max-steps", str(SETTLED + SETTLED * (max(SETTLE_BATCHES[trainer]) // batch))]
+                job = Job(trainer, groups, Path(folder) / "run", more, pinned=True)
+                job.wait()
+            rows, changes = job.rows(), job.rows("shares")
+        settled = [row for row in rows if row["step"] >= SETTLED]
+        seconds[way] = 1 / _rate(settled[0], settled[-1])
+    shares = {1: batch // 2} | {row["step"]: row["shares"][1] for row in changes}
+    of_step = [shares[max(change for change in shares if change <= step)] for step in range(1, rows[-1]["step"] + 1)]
+    at_30, kept = of_step[SETTLED - 1], statistics.mean(of_step[SETTLED:])
+    exchange = _mean(settled, lambda row: row["communication_ms"][0]) / 1000
+    return {
+        "seconds": seconds["auto"],
+        "part": seconds["off"] / ceiling / seconds["auto"],
+        "exchange": exchange / seconds["auto"],
+        "with it": ((seconds["off"] - exchange) / ceiling + exchange) / seconds["auto"],
+        "changes": sum(row["step"] > SETTLED for row in changes),
+        "off": abs(at_30 - kept) / kept,
+        "shares": {row["step"]: row["shares"][1] for row in changes},
+    }
+
+
+def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> None:
+    """Print a table of medians. Shares are those of the turn whose part of the ceiling is the median."""
+    names = "trainer", "rank 1", "global batch", "turns", "step", "part of the ceiling", "exchange", "with it"
+    names += "changes after step 30", "off at 30", "shares of rank 1"
+    print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
+    for (trainer, name, batch), turns in found.items():
+        middle = {what: statistics.median(one[what] for one in turns) for what in turns[0] if what != "shares"}
+        parts = [one["part"] for one in turns]
+        spread = f"{middle['part']:.2f} ({min(parts):.2f} to {max(parts):.2f})"
+        typical = min(turns, key=lambda one: abs(one["part"] - middle["part"]))
+        cells = [
+            f"{batch:,}",
+            str(len(turns)),
+            f"{1000 * middle['seconds']:.0f} ms",
+            spread,
+            f"{middle['exchange']:.0%}",
+        ]
+        cells += [f"{middle['with it']:.2f}", f"{middle['changes']:.0f}", f"{middle['off']:.0%}"]
+        cells += [", ".join(f"{share} from {step}" for step, share in typical["shares"].items())]
+        print("| " + " | ".join([trainer, name, *cells]) + " |", flush=True)
+
+
+def settle_all(flags: dict[str, list[str]], repeat: int, only: str, file: Path | None) -> None:
+    """Measure all cases in turns, and print the table, also of what `file` has from before."""
+    found = dict[tuple[str, str, int], list[dict[str, Any]]]()
+    for line in file.read_text().splitlines() if file and file.exists() else []:
+        *case, one = json.loads(line)
+        found.setdefault(tuple(case), []).append(one)
+    wanted = {int(batch) for batch in only.split(",")} if only else set()
     for _ in range(repeat):
-        for way in rates:
-            cores = (1.0, 1.0) if has_neighbour else speeds
-            with fractions(cores, int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
-                neighbour = subprocess.Popen(
-                    ["taskset", "-c", "1", sys.executable, "-c", NEIGHBOUR] if has_neighbour else ["true"]
-                )
-                try:
-                    more = [*flags, "--global-batch", str(batch), "--balance", way]
-                    more += ["--max-steps", str(3 * SETTLED)] if way == "off" else []  # nothing changes
-                    job = Job(trainer, groups, Path(folder) / "run", more, pinned=True)
-                    job.wait()
-                finally:
-                    neighbour.kill()
-                    neighbour.wait()
-                rows, changes = job.rows(), job.rows("shares")
-            first, last = next(row for row in rows if row["step"] >= SETTLED), rows[-1]
-            rates[way].append(_rate(first, last))
-        later = [row for row in changes if row["step"] > SETTLED]
-        at_30 = [row["shares"] for row in changes if row["step"] <= SETTLED][-1:] or [rows[0]["shares"]]
-        kept = statistics.mean(row["shares"][1] for row in rows if row["step"] > SETTLED)
-        found["changes"].append(len(later))
-        found["off"].append(abs(at_30[0][1] - kept) / kept)
-        exchange = statistics.mean(row["communication_ms"][0] for row in rows if row["step"] >= SETTLED)
-        found["exchange"].append(exchange * rates["auto"][-1] / 1000)
-        found["part"].append(rates["auto"][-1] / rates["off"][-1] / ceiling)
-        least = (1000 / rates["off"][-1] - exchange) / ceiling + exchange  # which no shares make shorter
-        found["reachable"].append(least * rates["auto"][-1] / 1000)
-    middle = {what: statistics.median(values) for what, values in found.items()}
-    cells = [f"{1000 / statistics.median(rates['auto']):.0f} ms", f"{middle['part']:.2f}", f"{middle['exchange']:.0%}"]
-    cells += [f"{middle['reachable']:.2f}", f"{middle['changes']:.0f}", f"{middle['off']:.0%}"]
-    cells += [", ".join(f"{row['shares'][1]} from {row['step']}" for row in changes)]
-    print("| " + " | ".join([trainer, name, f"{batch:,}", *cells]) + " |", flush=True)
+        for trainer, batches in SETTLE_BATCHES.items():
+            for batch in batches:
+                for name in SETTLE if not wanted or batch in wanted else ():
+                    one = settle(trainer, name, batch, flags[trainer])
+                    found.setdefault((trainer, name, batch), []).append(one)
+                    if file:
+                        with file.open("a") as lines:
+                            lines.write(json.dumps([trainer, name, batch, one]) + "\n")
+    show_settled(found)
+    print(f"\n{describe()}")
 
 
 def main() -> None:
@@ -215,6 +267,7 @@ def main() -> None:
     parser.add_argument("--only", default="two,four,four-large,equal,changes")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batches", default="", help="of --only settle, such as 256,512")
+    parser.add_argument("--file", type=Path, help="of --only settle: its turns, to which others are added later")
     args = parser.parse_args()
     require_mnist(args.data_dir)
     flags = {name: ["--max-steps", str(args.steps), "--log-every", "1"] for name in TRAINERS}
@@ -222,15 +275,7 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     if "settle" in only:
-        print(
-            "| trainer | rank 1 | global batch | step | part of the ceiling | exchange | part of the ceiling with it | "
-            "changes after step 30 | off at 30 | shares of rank 1 in the last run |\n" + "| --- " * 10 + "|"
-        )
-        for trainer, batches in SETTLE_BATCHES.items():
-            for batch in [int(one) for one in args.batches.split(",")] if args.batches else batches:
-                for name in SETTLE if batch in batches else ():
-                    settle(trainer, name, batch, flags[trainer], args.repeat)
-        print(f"\nMedians of {args.repeat}. {describe()}")
+        settle_all(flags, args.repeat, args.batches, args.file)
         only.remove("settle")
         if not only:
             return

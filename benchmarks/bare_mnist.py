@@ -33,11 +33,11 @@ torch.manual_seed(0)
 model = DistributedDataParallel(ConvNet().to(args.device))
 optimizer = torch.optim.AdamW(model.parameters(), 8e-3, weight_decay=0.01, eps=1e-5, fused=True)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=10_000)
-step, began, each = 0, 0.0, args.global_batch // ranks
+step, began = 0, 0.0
 while step < args.max_steps:
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(step))
-    for start in range(0, len(order) - args.global_batch + 1, args.global_batch):
-        images, labels = train_set.get_batch(order[start + rank * each : start + (rank + 1) * each].tolist())
+    for batch in order.split(args.global_batch):  # the last one is smaller
+        images, labels = train_set.get_batch(batch.chunk(ranks)[rank].tolist())
         cross_entropy(model(images), labels, label_smoothing=0.05).backward()
         optimizer.step()
         scheduler.step()

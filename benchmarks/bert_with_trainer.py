@@ -22,4 +22,4 @@ rows = datasets.Dataset.from_file(str(folder / "train.arrow")).select_columns(["
 torch.manual_seed(0)
 model = BertForMaskedLM(BertConfig(**config))
 tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-print(tokens_per_second(model, rows, tokenizer, steps, batch, use_cpu=True))
+print("tokens/s", tokens_per_second(model, rows, tokenizer, steps, batch, use_cpu=True))

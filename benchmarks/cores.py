@@ -2,24 +2,28 @@
 
 import contextlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+REMOVE_SECONDS = 10.0  # in which the last processes of a group end
 PERIOD_MICROSECONDS = 5000  # short beside a step, so that a rank is slow and not stopped now and then
 ROOT = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
 def fractions(speeds: Sequence[float], period: int = PERIOD_MICROSECONDS) -> Iterator[list["Cores"]]:
-    """A control group for each of `speeds`, in cores; removed afterwards, once all their processes have ended. In each
-    `period`, in microseconds, a group has its fraction of the time in one piece."""
-    groups = [Cores(f"uneven-{number}", speed, period) for number, speed in enumerate(speeds)]
-    try:
+    """A control group for each of `speeds`, in cores; removed afterwards, with all processes that are still in it. In
+    each `period`, in microseconds, a group has its fraction of the time in one piece."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the groups would stay
+    with contextlib.ExitStack() as stack:
+        groups = []
+        for number, speed in enumerate(speeds):
+            groups.append(Cores(f"uneven-{os.getpid()}-{number}", speed, period))
+            stack.callback(groups[-1].remove)
         yield groups
-    finally:
-        for group in groups:
-            group.remove()
 
 
 class Cores:
@@ -53,5 +57,15 @@ class Cores:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def remove(self) -> None:
-        """Remove the group, once its processes have ended."""
-        self.folder.rmdir()
+        """End what is still in the group, and remove it."""
+        for pid in (self.folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        until = time.monotonic() + REMOVE_SECONDS
+        while True:
+            try:
+                return self.folder.rmdir()
+            except OSError:  # a process takes a moment to end
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)

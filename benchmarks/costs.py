@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe
 from benchmarks.played import PlayedRun
+from benchmarks.processes import ended
 
 MNIST, BERT = ROOT / "mnist_ddp" / "mnist-distributed.py", ROOT / "bert_ddp" / "bert-distributed.py"
 DIGITS = ["--device", "cpu", "--dataset", "digits", "--global-batch", 256, "--epochs", 10_000, "--max-steps", 1500]
@@ -68,7 +69,8 @@ def seconds(script: Path, gpus: tuple[int, ...], flags: list, cache: Path) -> tu
     with tempfile.TemporaryDirectory() as folder:
         more = ["--cache-dir", cache] if script == BERT else []
         run = PlayedRun(script, gpus, Path(folder) / "run", *flags, *more)
-        codes = [node.wait() for node in run.nodes]
+        with ended(run.nodes):
+            codes = [node.wait() for node in run.nodes]
         said = {text: when for when, line in run.lines for text in ("] files  ", "] done  ") if text in line}
         began = min(when for when, line in run.lines if "] files  " in line)
         if any(codes) or len(said) < 2:
@@ -136,14 +138,15 @@ def show_turns(name: str, gpus: tuple[int, ...], steps: int) -> None:
         script = package / MNIST.name
         script.write_text(MNIST.read_text().replace("mnist_ddp.train:train", "turns_ddp.train:train"))
         run = PlayedRun(script, gpus, Path(folder) / "run", *DIGITS, "--max-steps", steps, "--save-every", "10h", *more)
-        codes = [node.wait() for node in run.nodes]
+        with ended(run.nodes):
+            codes = [node.wait() for node in run.nodes]
         if any(codes):
             raise SystemExit(run.said())
-        ended = json.loads((run.folder / "steps.json").read_text())
+        ends = json.loads((run.folder / "steps.json").read_text())
     took: dict[bool, list[float]] = {False: [], True: []}
-    for step in range(101, len(ended) + 1):  # the first ones warm up
+    for step in range(101, len(ends) + 1):  # the first ones warm up
         if step % STEPS_PER_EPOCH > 1:  # the last batch of an epoch is smaller, and before the first it evaluates
-            (before, was_on), (now, _) = ended[step - 2], ended[step - 1]
+            (before, was_on), (now, _) = ends[step - 2], ends[step - 1]
             took[was_on].append(1000 * (now - before))
     without, with_it = (statistics.median(one) for one in took.values())
     # The standard error of a median; without the slowest steps, in which something else has run.

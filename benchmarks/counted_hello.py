@@ -54,5 +54,6 @@ def greet(worker: Worker, args: Namespace) -> None:
     dist.all_gather_object(counts, (to_join, store.requests - to_join))
     if worker.is_main:
         own, torchs = (sum(count) for count in zip(*counts, strict=True))
-        say(f"requests join {own} connect {torchs} rank0 {counts[0][0]} others {max(count[0] for count in counts[1:])}")
+        others = max((count[0] for count in counts[1:]), default=0)
+        say(f"requests join {own} connect {torchs} rank0 {counts[0][0]} others {others}")
     disconnect(worker, joined)

@@ -33,6 +33,7 @@ from benchmarks.data import require_mnist, require_wnut17
 from benchmarks.finetune import minilm
 from benchmarks.gpu import flops_a_row, matrix_rate
 from benchmarks.machine import describe
+from benchmarks.processes import ended
 from common.launch.addresses import free_port
 from tests.small_bert import save_model, save_ner
 
@@ -46,21 +47,18 @@ LOOP_STEPS, TINY_LOOP_STEPS, LOOP_FIRST = 2_000, 200, 50
 
 def run(*command: object, **environ: str) -> tuple[str, float]:
     """(what it prints, the most memory in use on the GPU meanwhile, in GiB)."""
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    used = 0.0
-    while process.poll() is None:
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            used = max(used, (total - free) / 2**30)
-        time.sleep(0.2)
-    assert process.stdout
-    said = process.stdout.read()
+    used, environ = 0.0, {**os.environ, "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", **environ}
+    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads meanwhile would fill up
+        program = [sys.executable, *map(str, command)]
+        process = subprocess.Popen(program, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        with ended([process]):
+            while process.poll() is None:
+                if torch.cuda.is_available():
+                    free, total = torch.cuda.mem_get_info()
+                    used = max(used, (total - free) / 2**30)
+                time.sleep(0.2)
+        output.seek(0)
+        said = output.read()
     if process.returncode:
         sys.exit(f"gpu_trainers.py: {command[0]} failed:\n{said}")
     return said, used

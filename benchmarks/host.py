@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +32,8 @@ from common.launch import cli, start
 BATCHES = {"mlp": 32, "bert": 8, "mnist": 256, "bert-tiny": 64, "minilm": 32}
 # layers, width, heads, width of the dense layers, vocabulary, length of a sequence
 BERTS = {"bert": (12, 8, 2, 8, 16, 4), "bert-tiny": (2, 128, 2, 512, 4000, 64), "minilm": (6, 384, 12, 1536, 4000, 32)}
-SAMPLES = 1_000_000  # of an epoch that never ends
+SAMPLES = {"mlp": 8_000_000}  # of an epoch that never ends
+MOST_STEPS = 1_000_000
 WARM_UP = 20  # steps of each loop
 BLOCKS = 10  # of each loop in a turn
 LOOPS = ("bare", "wrapper", "trainer")
@@ -44,11 +45,19 @@ def parser() -> ArgumentParser:
     cli.add_link_flags(flags)
     cli.add_training_flags(flags, epochs=1, lr=1e-3)
     cli.add_output_flags(flags)
+    add_own_flags(flags)
+    return flags
+
+
+def add_own_flags(flags: ArgumentParser) -> None:
     flags.add_argument("--case", default="mlp,bert,mnist")
     flags.add_argument("--ranks", default="1,2")
     flags.add_argument("--turns", type=int, default=7)
     flags.add_argument("--seconds", type=float, default=1.5, help="of a turn")
-    return flags
+
+
+def samples(case: str) -> int:
+    return SAMPLES.get(case, 1_000_000)
 
 
 def network(case: str) -> tuple[Any, Any, Callable]:
@@ -77,7 +86,7 @@ def network(case: str) -> tuple[Any, Any, Callable]:
 
     class Samples(BatchedDataset):
         def __len__(self) -> int:
-            return SAMPLES
+            return samples(case)
 
         def get_batch(self, indices: list[int]) -> Any:
             chosen = torch.tensor(indices, dtype=torch.int64) % len(inputs)
@@ -119,9 +128,9 @@ def bare_loop(net: Any, dataset: Any, compute_loss: Callable, args: Namespace, l
 
     model = DistributedDataParallel(net)
     optimizer, scheduler = recipe(model)
-    order = torch.randperm(SAMPLES)
+    order = torch.randperm(samples(args.case))
     each, rank = args.global_batch // dist.get_world_size(), dist.get_rank()
-    for begin in range(rank * each, SAMPLES, args.global_batch):
+    for begin in range(rank * each, len(order), args.global_batch):
         batch = dataset.get_batch(order[begin : begin + each].tolist())
         lap("loader")
         loss = compute_loss(model, batch) / each
@@ -187,7 +196,7 @@ def recipe(model: Any) -> tuple[Any, Any]:
     from torch.optim.lr_scheduler import OneCycleLR
 
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
-    return optimizer, OneCycleLR(optimizer, 1e-3, total_steps=SAMPLES)
+    return optimizer, OneCycleLR(optimizer, 1e-3, total_steps=MOST_STEPS)
 
 
 def measure(worker: Any, args: Namespace) -> None:
@@ -271,8 +280,9 @@ def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
 def main() -> None:
     from benchmarks.machine import describe
 
-    args, more = parser().parse_known_args()
-    more = [one for one in sys.argv[1:] if one in more]
+    own = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_own_flags(own)
+    args, more = own.parse_known_args()  # `more` are the trainer's
     for case in args.case.split(","):
         for ranks in map(int, args.ranks.split(",")):
             show(case, ranks, args, more)

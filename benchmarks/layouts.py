@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.data import FOLDER, require_mnist
+from benchmarks.processes import ended
 from common.launch.addresses import free_port
 
 TRAINER = ROOT / "mnist_ddp" / "mnist-distributed.py"
@@ -54,7 +55,8 @@ def train(trainer: Path, name: str, folder: Path, flags: list[str]) -> dict:
         subprocess.Popen([*command, "--device", "cpu", *flags, "--out-dir", str(folder)], env=environ)
         for command in commands(trainer, name, port)
     ]
-    codes = [node.wait() for node in nodes]  # wait for all before checking any
+    with ended(nodes):
+        codes = [node.wait() for node in nodes]  # wait for all before checking any
     if any(codes):
         sys.exit(f"layouts.py: {name} failed")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

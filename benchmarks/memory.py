@@ -98,6 +98,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    if args.steps <= FIRST_STEP:
+        parser.error(f"--steps is {args.steps}: growth counts from step {FIRST_STEP:,}, so give more")
     marks = sorted({FIRST_STEP, args.steps // 10, args.steps // 2, args.steps})
     cells = [f"MB at {step:,}" for step in marks]
     print(f"| run | process | {' | '.join(cells)} | since 1,000 | its own | descriptors | threads |")

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.cores import Cores, fractions
 from benchmarks.machine import describe
+from benchmarks.processes import ended
 from benchmarks.slow_links import ADDRESSES, HOSTS, MODEL, TRAINER, hosts
 from common.launch.addresses import free_port
 from common.predict import figures
@@ -66,7 +67,8 @@ class Nodes:
                     own, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=group.enter
                 )
             )
-        printed = [one.communicate()[0] for one in started]
+        with ended(started):
+            printed = [one.communicate()[0] for one in started]
         if any(one.returncode for one in started):
             sys.exit(f"predicted.py: a run has failed:\n{printed}\n{(folder / 'nodes.log').read_text()}")
         return printed
@@ -100,7 +102,8 @@ def calibrate(gpus: tuple[int, ...], speeds: tuple[float, ...], corpus: list[str
                 )
                 for folder, group in zip(folders, cores, strict=True)
             ]
-            codes = [run.wait() for run in runs]
+            with ended(runs):
+                codes = [run.wait() for run in runs]
             if any(codes):
                 sys.exit("predicted.py: a run of one process has failed")
             found.append([step_seconds(folder, 20, 70) for folder in folders])

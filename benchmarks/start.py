@@ -5,11 +5,13 @@
 
 Beside them stand `import torch` alone, and the import of the trainer, which are a part of each start.
 
-Commands are run in turns. Memory is what all processes of a command hold together at most (shared pages counted once,
-PSS); requests are those that the ranks make to the store, ours to join and torch's to connect them.
+The starts are run in turns, hello once. Memory is what all processes of hello hold together at most (shared pages
+counted once, PSS; looked at each second); requests are those that the ranks make to the store, ours to join and torch's
+to connect them.
 """
 
 import argparse
+import contextlib
 import re
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import describe
+from benchmarks.processes import ended
 from common.launch import cli, start
 from common.launch.addresses import free_port
 
@@ -48,10 +51,11 @@ def first_step(*nodes: int) -> float:
         began = time.perf_counter()
         started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
         metrics = Path(folder) / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size) and started[0].poll() is None:
-            time.sleep(0.005)
-        seconds = time.perf_counter() - began
-        codes = [process.wait() for process in started]
+        with ended(started):
+            while not (metrics.exists() and metrics.stat().st_size) and started[0].poll() is None:
+                time.sleep(0.005)
+            seconds = time.perf_counter() - began
+            codes = [process.wait() for process in started]
         if any(codes):
             sys.exit(f"start.py: -g {flags[3]} failed")
     return seconds
@@ -78,7 +82,8 @@ def _watch_memory(process: subprocess.Popen, peak: list[int]) -> None:
         try:
             main = psutil.Process(process.pid)
             for one in [main, *main.children(recursive=True)]:
-                total += one.memory_full_info().pss
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    total += one.memory_full_info().pss
         except psutil.Error:
             pass
         peak[0] = max(peak[0], total)
