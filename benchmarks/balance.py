@@ -168,10 +168,10 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
                 if any(node.poll() is not None for node in job.nodes):
                     job.wait()
                     sys.exit(f"balance.py: --steps must be more than {CHANGE_STEP} for --only changes")
-        for one, speed in zip(cores, after, strict=True):
-            one.set(speed)
-        changed = job.rows()[-1]["step"]
-        job.wait()
+            for one, speed in zip(cores, after, strict=True):
+                one.set(speed)
+            changed = job.rows()[-1]["step"]
+            job.wait()
         rows, changes = job.rows(), job.rows("shares")
     batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
     there = next(

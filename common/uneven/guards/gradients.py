@@ -94,13 +94,13 @@ class Guard:
         changed."""
         self.require_all_reached(all_reduced)
         if self.looks:
-            self.require_no_more()
+            self.require_still_frozen()
             self.state.require_same_buffers()
         if self.watched.hooked_steps >= 0:
             self.state.say_changed_tensors(is_last_look=self.watched.hooked_steps == 0)
         self.round = self.timer.round
 
-    def require_no_more(self) -> None:
+    def require_still_frozen(self) -> None:
         """Raise UserError for a gradient of a parameter that was frozen when `wrap` was called."""
         more = [one for one in self.parameters if one[0] not in self.trained and one[1].requires_grad]
         if found := [name for name, one in more if one.grad is not None and not hasattr(one, IS_REDUCED)]:
