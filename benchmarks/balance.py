@@ -101,6 +101,17 @@ class Job:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
+    def step(self) -> int:
+        return (self.rows() or [{"step": 0}])[-1]["step"]
+
+    def wait_for(self, step: int) -> bool:
+        """Wait until it has done so many steps, or for 0, until it is about to begin. False if it ends before."""
+        while not (self.step() >= step and (self.folder / "run.json").exists()):
+            if any(node.poll() is not None for node in self.nodes):
+                return False
+            time.sleep(0.02)
+        return True
+
     def wait(self) -> None:
         with ended(self.nodes):
             codes = [node.wait() for node in self.nodes]
@@ -163,14 +174,12 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     with fractions(before) as cores, tempfile.TemporaryDirectory() as folder:
         job = Job(trainer, cores, Path(folder) / "run", flags)
         with ended(job.nodes):
-            while not (rows := job.rows()) or rows[-1]["step"] < CHANGE_STEP:
-                time.sleep(0.01)
-                if any(node.poll() is not None for node in job.nodes):
-                    job.wait()
-                    sys.exit(f"balance.py: --steps must be more than {CHANGE_STEP} for --only changes")
+            if not job.wait_for(CHANGE_STEP):
+                job.wait()
+                sys.exit(f"balance.py: --steps must be more than {CHANGE_STEP} for --only changes")
             for one, speed in zip(cores, after, strict=True):
                 one.set(speed)
-            changed = job.rows()[-1]["step"]
+            changed = job.step()
             job.wait()
         rows, changes = job.rows(), job.rows("shares")
     batch, wanted = sum(rows[0]["shares"]), after[0] / sum(after)
@@ -186,20 +195,27 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     )
 
 
-def settle(trainer: str, name: str, batch: int, flags: list[str]) -> dict[str, Any]:
+def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int) -> dict[str, Any]:
     """How a run goes on from step 30 on in which rank 1 is slow in this way, beside one with equal shares."""
     speeds, period, has_neighbour = SETTLE[name]
     ceiling, seconds = sum(speeds) / (len(speeds) * min(speeds)), dict[str, float]()  # of a step
     for way in ("off", "auto"):
-        cores = (1.0, 1.0) if has_neighbour else speeds
-        with fractions(cores, int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
+        last = steps
+        if way == "off":  # nothing changes, so it needs no more steps than take some seconds
+            last = min(steps, SETTLED + SETTLED * (max(SETTLE_BATCHES[trainer]) // batch))
+        with fractions((1.0, 1.0), int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
             computing = ["taskset", "-c", "1", sys.executable, "-c", NEIGHBOUR] if has_neighbour else ["true"]
             with ended([subprocess.Popen(computing)]):
-                more = [*flags, "--global-batch", str(batch), "--balance", way]
-                if way == "off":  # nothing changes, so it needs no more steps than take some seconds
-                    more += ["--max-steps", str(SETTLED + SETTLED * (max(SETTLE_BATCHES[trainer]) // batch))]
-                job = Job(trainer, groups, Path(folder) / "run", more, pinned=True)
-                job.wait()
+                more = ["--global-batch", str(batch), "--balance", way, "--max-steps", str(last), "--no-plot"]
+                job = Job(trainer, groups, Path(folder) / "run", [*flags, *more], pinned=True)
+                with ended(job.nodes):
+                    # To start, and to evaluate in the end, would take longer than the steps.
+                    job.wait_for(0)
+                    if not has_neighbour:
+                        groups[1].set(speeds[1])
+                    job.wait_for(last)
+                    groups[1].set(1.0)
+                    job.wait()
             rows, changes = job.rows(), job.rows("shares")
         settled = [row for row in rows if row["step"] >= SETTLED]
         seconds[way] = 1 / _rate(settled[0], settled[-1])
@@ -240,7 +256,7 @@ def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> Non
         print("| " + " | ".join([trainer, name, *cells]) + " |", flush=True)
 
 
-def settle_all(flags: dict[str, list[str]], repeat: int, only: str, file: Path | None) -> None:
+def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, file: Path | None) -> None:
     """Measure all cases in turns, and print the table, also of what `file` has from before."""
     found = dict[tuple[str, str, int], list[dict[str, Any]]]()
     for line in file.read_text().splitlines() if file and file.exists() else []:
@@ -251,7 +267,7 @@ def settle_all(flags: dict[str, list[str]], repeat: int, only: str, file: Path |
         for trainer, batches in SETTLE_BATCHES.items():
             for batch in batches:
                 for name in SETTLE if not wanted or batch in wanted else ():
-                    one = settle(trainer, name, batch, flags[trainer])
+                    one = settle(trainer, name, batch, flags[trainer], steps)
                     found.setdefault((trainer, name, batch), []).append(one)
                     if file:
                         with file.open("a") as lines:
@@ -275,7 +291,7 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     if "settle" in only:
-        settle_all(flags, args.repeat, args.batches, args.file)
+        settle_all(flags, args.steps, args.repeat, args.batches, args.file)
         only.remove("settle")
         if not only:
             return

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from common.uneven.options.balance import WINDOW_STEPS, next_window
-from common.uneven.options.speeds import IDLE_WINDOWS, Speeds, least_time
+from common.uneven.options.speeds import GROWTH, IDLE_WINDOWS, Speeds, least_time
 from common.uneven.plan import fastest, plan_batches, split
 
 GLOBAL_BATCH = 256
+CHANGE_STEP = 45  # at which speeds change
 
 
 class Cluster:
@@ -105,7 +106,7 @@ def test_the_search_gives_every_rank_a_share_within_its_limit_and_no_worse_ones(
     update, now = chance.uniform(0, 30, ranks) * np.ones((100, 1)), np.array(split(256, [*chance.uniform(0, 1, ranks)]))
     found = least_time(cost, update, now)
     assert found.min() >= 0 and found.sum() == pytest.approx(256)
-    assert np.all((found <= np.maximum(1.25 * now, now + 1) + 1e-9) | (now <= 1))
+    assert np.all((found <= np.maximum(GROWTH * now, now + 1) + 1e-9) | (now <= 1))
     assert (cost * found + update).max(axis=1).mean() <= (cost * now + update).max(axis=1).mean()
 
 
@@ -197,7 +198,7 @@ def test_shares_with_which_steps_take_longer_are_taken_back():
             shares = split(512, weights)
             found.append((window, shares[1]))
     trials = [share for window, share in found if window > 10 and share > 80]
-    assert shares[1] <= 80 and 1 <= len(trials) <= 3 and max(trials) <= 1.6 * 72, found
+    assert shares[1] <= 80 and 1 <= len(trials) <= 4 and max(trials) <= 2 * 72, found
 
 
 @pytest.mark.parametrize("then", [[1.0, 6.0], [12.0, 3.0], [2.0, 3.0], [4.0, 4.0]])
@@ -241,17 +242,17 @@ def test_a_rank_that_is_slow_now_and_then_gets_less_than_by_its_mean_speed():
 
 
 class Slices:
-    """A processor of which a rank has a quarter: it stops for the rest of each period in which it has used that up."""
+    """A processor of which a rank has a part: it stops for the rest of each period in which it has used that up."""
 
-    def __init__(self, period_ms, phase_ms):
-        self.period, self.phase, self.number, self.left = period_ms, phase_ms, -1, 0.0
+    def __init__(self, part, period_ms, phase_ms):
+        self.part, self.period, self.phase, self.number, self.left = part, period_ms, phase_ms, -1, 0.0
 
     def end(self, begin, needs):
         """When it has computed for so many milliseconds."""
         while True:
             number = (begin + self.phase) // self.period
             if number != self.number:
-                self.number, self.left = number, self.period / 4
+                self.number, self.left = number, self.period * self.part
             ends = (number + 1) * self.period - self.phase
             now = min(self.left, needs, ends - begin)
             self.left, needs = self.left - now, needs - now
@@ -260,35 +261,63 @@ class Slices:
             begin = ends
 
 
-def train(batch, period_ms, besides_ms, seed, shares=None, steps=150):
-    """(milliseconds a step, changes of the shares) from step 30 on; with `shares`, these stay. Rank 1 has slices. Each
-    pass costs so much besides its samples."""
-    chance, speeds, now = random.Random(seed), Speeds(), 0.0
-    slices, fixed, shares = Slices(period_ms, chance.uniform(0, period_ms)), shares, shares or (batch / 2, batch / 2)
-    window, size, timed_from, changes, ends = [], WINDOW_STEPS, 3, [], [now]
+def train(
+    batch, period_ms, besides_ms, seed, shares=None, steps=150, speeds=(1, 0.25), then=None, noise=0.03, warm=0.0
+):
+    """(seconds at which each step ended, {step: shares from then on}). With `shares`, these stay. Ranks have slices of
+    a processor, other ones after step 45 with `then`. Each pass costs so much besides its samples, and the first dozen
+    steps take longer by up to the factor 1 + `warm`."""
+    chance, balance, now, fixed = random.Random(seed), Speeds(), 0.0, shares
+    processors = [Slices(part, period_ms, chance.uniform(0, period_ms)) for part in speeds]
+    shares = shares or (batch / 2, batch / 2)
+    window, size, timed_from, changes, ends = [], WINDOW_STEPS, 3, {1: shares}, [now]
     for step in range(1, steps + 1):
-        needs = [(besides_ms + share * 0.1) * chance.lognormvariate(0, 0.03) for share in shares]
-        passes = [needs[0], slices.end(now, needs[1]) - now]
+        if then and step == CHANGE_STEP:
+            processors = [Slices(part, period_ms, chance.uniform(0, period_ms)) for part in then]
+        slower = 1 + warm * max(0, 1 - step / 12)
+        needs = [(besides_ms + share * 0.1) * slower * chance.lognormvariate(0, noise) for share in shares]
+        passes = [one.end(now, need) - now for one, need in zip(processors, needs, strict=True)]
         exchanged = now + max(passes) + 4.0
-        update = [1.0, slices.end(exchanged, 1.0) - exchanged]
+        update = [one.end(exchanged, 1.0) - exchanged for one in processors]
         now = exchanged + max(update)
         ends.append(now)
         window += [(shares, passes, update)] * (step >= timed_from)
         if len(window) == size and not fixed:
             work, *times = (np.array(one) for one in zip(*window, strict=True))
-            speeds.note(work, *times)
+            balance.note(work, *times)
             window, size = [], next_window(times[0] + times[1])
-            if weights := speeds.better_shares(batch, shares):
+            if weights := balance.better_shares(batch, shares):
                 shares, timed_from = split(batch, weights), step + 2
-                changes.append(step)
-    return (now - ends[29]) / (steps - 29), sum(step > 30 for step in changes)
+                changes[step + 1] = shares
+    return ends, changes
+
+
+def step_ms(ends, first=30):
+    return (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
 
 @pytest.mark.parametrize("period_ms", [10, 50, 100])
 @pytest.mark.parametrize("batch, besides_ms", [(256, 0.0), (512, 0.0), (512, 3.0), (1024, 0.0)])
 def test_shares_settle_where_a_processor_is_taken_away_in_slices(batch, besides_ms, period_ms):
-    found = [train(batch, period_ms, besides_ms, seed) for seed in range(5)]
+    found = [train(batch, period_ms, besides_ms, seed) for seed in range(9)]
     fixed = [split(batch, (100 - part, part)) for part in range(10, 26)]
-    best = min(train(batch, period_ms, besides_ms, 0, shares)[0] for shares in fixed)
-    assert statistics.median(ms for ms, _ in found) <= 1.08 * best
-    assert statistics.median(changes for _, changes in found) <= 3 and max(changes for _, changes in found) <= 5
+    best = min(step_ms(train(batch, period_ms, besides_ms, 0, shares)[0]) for shares in fixed)
+    assert statistics.median(step_ms(ends) for ends, _ in found) <= 1.08 * best
+    changes = [sum(step > 30 for step in changes) for _, changes in found]
+    assert statistics.median(changes) <= 3 and max(changes) <= 7
+
+
+@pytest.mark.parametrize("before, after", [
+    ((1, 0.25), (0.25, 1)),
+    ((0.25, 0.9), (0.9, 0.9)),
+    ((1, 0.25), (1, 1)),
+    ((1, 1), (1, 0.25)),
+])  # fmt: skip
+@pytest.mark.parametrize("besides_ms", [0.0, 3.0])
+def test_speeds_that_change_are_followed_within_thirty_steps(before, after, besides_ms):
+    """The first steps take longer: what was concluded of them once gave a rank no samples after the speeds changed."""
+    best = step_ms(train(1024, 5, besides_ms, 0, split(1024, after), speeds=after)[0])
+    for seed in range(5):
+        ends, changes = train(1024, 5, besides_ms, seed, speeds=before, then=after, noise=0.08, warm=0.3)
+        assert step_ms(ends, CHANGE_STEP + 30) <= 1.1 * best, changes
+        assert min(min(shares) for shares in changes.values()) > 50, changes

@@ -17,18 +17,19 @@ from common.uneven.plan import fastest, split
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
 SURE = 3.0  # standard errors that a change of a speed, or a gain, must be larger than
+LEAST_NOISE = 0.01  # of a window, as a part of its mean time
 WINDOWS = 20  # windows kept
+FEWEST = 3  # windows that count
 MOST_SAMPLES = 200  # steps of these that are looked at
-GROWTH = 1.25  # of a share at once: the time of a rank may grow faster than its share
+GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
+GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
 ROUNDS = 30  # of the search for the best shares
 RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 WORSE = 1.15  # of the time of a step before a change, above which the change is taken back
-PATIENCE = 4  # windows after that, without a change; and each further time twice as many
-REGROWTH = 1.5  # of a share at once, where a rank seems to have become faster in spite of much noise
-NOISY = 0.05  # of a rank's part of the speed, from one window to the next
+PATIENCE = 8  # windows after that, without a change; and each further time twice as many
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
@@ -47,29 +48,28 @@ class Speeds:
     takes as long as its slowest rank. The best shares are those with which the recorded steps would have taken the
     least time on average. So a rank whose speed is high and low in turns, such as one whose processor is taken away in
     slices, gets less than by its mean speed: nobody gains where it is fast, and all wait where it is slow. Where the
-    speed of a rank has changed, the windows before are forgotten. New shares have a price, because libraries prepare
-    for each size of a batch: a gain must be larger than the noise. Those with which steps take longer are taken back:
-    a rank may seem fast because what it has to do fits into one slice.
+    speed of a rank has changed, all that was found before is forgotten.
+
+    New shares have a price, because libraries prepare for each size of a batch: a gain must be larger than the noise.
+    Those with which steps take longer are taken back: a rank may seem fast because what it has to do fits into one
+    slice.
     """
 
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=WINDOWS)
-        self.parts: deque[list[float]] = deque(maxlen=WINDOWS)  # each rank's part of the speed of all, in each window
         self.with_these_shares = 0  # windows
         self.last: Window  # of each rank its last step with work: (1, ranks)
-        # What each rank's pass costs besides its work, in units of work: what a fit over different shares has told in
-        # each window, or NaN; and what is used.
-        self.fits: deque[np.ndarray] = deque(maxlen=WINDOWS)
-        self.overhead: np.ndarray | None = None
         self.idle: list[int] = []  # windows since a rank had work
+        self.overhead = np.zeros(0)  # what each rank's pass costs besides its work, in units of work
         self.step_work = 0.0  # of a step, over all ranks
-        # How much a rank's part of the speed differs from one window to the next, as a logarithm: of the noisiest rank.
-        self.differences: deque[float] = deque(maxlen=WINDOWS)
+        # How much each rank's cost differs from one window to the next, as a logarithm.
+        self.differences: deque[list[float]] = deque(maxlen=WINDOWS)
         # The weights before a change of which no window is known yet, and the milliseconds of a step with them.
         self.unjudged: tuple[tuple[float, ...], float] | None = None
         self.time_before = 0.0  # of the last change that was taken back
         self.wait, self.patience = 0, PATIENCE  # windows until the next change, and after the next that is taken back
-        self.seems_faster = False  # a rank whose speed is hard to tell, and steps have not become slower
+        # Whether steps have become slower by the last change of a speed; else a rank has become faster, or seems so.
+        self.is_slower = True
 
     def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray) -> None:
         """Note a window: each rank's work, and the milliseconds of its passes and of its update, (steps, ranks)."""
@@ -77,13 +77,12 @@ class Speeds:
         if not done.any():  # nothing is known
             return
         self.step_work = float(done.sum()) / len(work)
-        was_idle = np.array(self.idle or [0] * len(done))
-        self.idle = np.where(done, 0, was_idle + 1).tolist()
         means = [one.mean(axis=0, keepdims=True) for one in (work, passes, update)]
-        if self.overhead is None:
+        if not self.idle:  # the first window: who has no work in it is taken to be as slow as the slowest
             slowest = (passes.sum(axis=0) / np.where(done, done, np.inf)).max()
             self.last, self.overhead = Window(*np.broadcast_arrays(1.0, slowest, means[2])), np.zeros(len(done))
-            self.fits.append(np.full(len(done), np.nan))
+        was_idle = np.array(self.idle or [0] * len(done))
+        self.idle = np.where(done, 0, was_idle + 1).tolist()
         self.last = Window(*(np.where(done, now, then) for now, then in zip(means, self.last, strict=True)))
         # In a small step, such as an epoch's last one, what each pass costs besides its samples would count as theirs.
         whole = work.sum(axis=1) >= np.median(work.sum(axis=1)) / 2
@@ -92,16 +91,15 @@ class Speeds:
             for one in self.windows:
                 for values, now in zip(one, self.last, strict=True):
                     values[:, back] = now[0, back]
-            self.parts.clear()
-        self._find_overhead()
-        self.parts.append(parts_of_speed(self._costs(self.last)[0][0].tolist()))
         self.with_these_shares += 1
-        if len(self.parts) > 1:
-            self.differences.append(max(abs(log(a / b)) for a, b in zip(*list(self.parts)[-2:], strict=True)))
+        costs = [np.maximum(self._costs(one)[0].mean(axis=0), 1e-12).tolist() for one in self.windows]
+        if len(costs) > 1:
+            self.differences.append([abs(log(a / b)) for a, b in zip(*costs[-2:], strict=True)])
         # With other shares, the time that a rank takes for its work may be another one, at the same speed.
-        for of_rank in zip(*list(self.parts)[-self.with_these_shares :], strict=True):
-            if recent := windows_since_change(of_rank, self.noise):
-                self._forget(recent)
+        of_ranks = zip(*costs[-self.with_these_shares :], strict=True)
+        if recent := max(map(windows_since_change, of_ranks, self.noise)):
+            self._forget(recent)
+        self._find_overhead()
 
     def _costs(self, steps: Window) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds for a unit of work, milliseconds besides) of each step: that of a rank without work is what it
@@ -110,46 +108,44 @@ class Speeds:
         cost = passes / (work + self.overhead)
         return cost, steps.update + cost * self.overhead
 
+    def _recent(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `_costs`, and the number of the window, of the steps that count: those with these shares, and with others
+        as long as few are known with these."""
+        windows = list(self.windows)[-max(self.with_these_shares, FEWEST) :]
+        cost, besides = map(np.concatenate, zip(*map(self._costs, windows), strict=True))
+        return cost, besides, np.repeat(np.arange(len(windows)), [len(one.work) for one in windows])
+
     def _find_overhead(self) -> None:
-        """Fit each rank's passes by a line over its work, where shares have differed. A rank whose times are too noisy
-        for that is taken to be as the others."""
-        assert self.overhead is not None
+        """Fit each rank's passes by a line over its work, where shares have differed by more than the noise. A window
+        counts by its noise, so that one in which a speed has changed counts little."""
         work, passes = (np.array([one[which].mean(axis=0) for one in self.windows]) for which in (0, 1))
-        noise = np.array([one.passes.var(axis=0) / len(one.passes) for one in self.windows]).mean(axis=0)
-        typical = work.mean(axis=0)
-        off = work - typical
-        spread = (off**2).sum(axis=0)
-        can_tell = (spread > (0.1 * typical) ** 2) & (work.min(axis=0) > 0)
-        slope = (off * passes).sum(axis=0) / np.where(can_tell, spread, np.inf)
-        rest = passes - passes.mean(axis=0) - slope * off
-        if len(rest) > 2:
-            noise = np.maximum(noise, (rest**2).sum(axis=0) / (len(rest) - 2))
-        is_sure = slope > SURE * np.sqrt(noise / np.where(can_tell, spread, np.inf))
-        found = np.maximum(passes.mean(axis=0) / np.where(can_tell & is_sure, slope, 1.0) - typical, 0.0)
-        fitted = np.where(can_tell, np.where(is_sure, found, np.nan), self.fits[-1])
-        self.fits.append(fitted)
-        usual = np.median(fitted[~np.isnan(fitted)]) if not np.isnan(fitted).all() else 0.0
-        self.overhead = np.minimum(np.where(np.isnan(fitted), usual, fitted), typical)
+        noise = (
+            np.array([one.passes.var(axis=0) / len(one.passes) for one in self.windows]) + (LEAST_NOISE * passes) ** 2
+        )
+        weight = 1 / np.maximum(noise, 1e-12)
+        weight /= weight.sum(axis=0)
+        typical, time = (weight * work).sum(axis=0), (weight * passes).sum(axis=0)
+        off = weight * (work - typical)
+        spread = (off * (work - typical)).sum(axis=0)
+        can_tell = (spread * len(work) > (0.1 * typical) ** 2) & (work.min(axis=0) > 0)
+        slope, error = (off * passes).sum(axis=0), np.sqrt((off**2 * noise).sum(axis=0))  # both times the spread
+        is_sure = can_tell & (slope > SURE * error)
+        found = np.where(is_sure, time * spread / np.where(is_sure, slope, 1.0) - typical, 0.0)
+        self.overhead = np.clip(np.where(can_tell, found, self.overhead), 0.0, work[-1])
 
     def _forget(self, but: int) -> None:
         """Forget all windows but the last ones."""
-        if len(self.windows) <= but:
-            return
-        before, now = (mean(map(_time, of)) for of in (list(self.windows)[:-but], list(self.windows)[-but:]))
-        self.seems_faster = self.noise > NOISY and now < WORSE * before
-        if not self.seems_faster:
-            self.wait, self.patience = 0, PATIENCE
-        for _ in range(min(but, len(self.fits) - 1)):  # those over speeds of before and after
-            self.fits.pop()
-        for of_windows in (self.windows, self.parts):
-            while len(of_windows) > but:
-                of_windows.popleft()
+        if before := [self.windows.popleft() for _ in range(len(self.windows) - but)]:
+            self.overhead = np.zeros(len(self.idle))
+            self.is_slower = mean(map(_time, self.windows)) > WORSE * mean(map(_time, before))
+            if self.is_slower:
+                self.wait, self.patience = 0, PATIENCE
 
     @property
-    def noise(self) -> float:
-        """The standard deviation of a window's part of the speed, as a logarithm; of many windows, so that a change of
+    def noise(self) -> list[float]:
+        """The standard deviation of each rank's cost in a window, as a logarithm; of many windows, so that a change of
         a speed, which is one difference among them, does not count as noise."""
-        return median(self.differences) if self.differences else 0.0
+        return [median(of_rank) for of_rank in zip(*self.differences, strict=True)] or [0.0] * len(self.idle)
 
     def better_shares(
         self, global_batch: int, weights: Sequence[float], in_samples: bool = True
@@ -178,6 +174,7 @@ class Speeds:
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
             best[probes] = np.maximum(best[probes], 1.0)
+            self.unjudged = None  # the step will take as long as that rank
         if (best == now).all():
             return None
         self.with_these_shares = 0
@@ -193,23 +190,22 @@ class Speeds:
 
     def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
-        costs = zip(*map(self._costs, self.windows), strict=True)
-        cost, fixed = (np.median(np.concatenate(one), axis=0) for one in costs)
-        best = np.array(fastest((cost * unit).tolist(), fixed.tolist(), now.sum()))
-        is_doubtful = self.seems_faster or self.patience > PATIENCE
-        best = used(capped(best, np.where(now > 1, now * REGROWTH, now.sum())) if is_doubtful else best)
-        gain = (cost * unit * best + fixed).max() / (cost * unit * now + fixed).max()
+        cost, besides = (np.median(of_steps, axis=0) for of_steps in self._recent()[:2])
+        best = np.array(fastest((cost * unit).tolist(), besides.tolist(), now.sum()))
+        if not self.is_slower or self.patience > PATIENCE:
+            best = capped(best, most_at_once(now, GROWTH_IF_FASTER))
+        best = used(best)
+        gain = (cost * unit * best + besides).max() / (cost * unit * now + besides).max()
         return best if gain < CLEAR_GAINS[len(self.windows) - 1] else now
 
     def _of_many(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
-        cost, fixed = map(np.concatenate, zip(*map(self._costs, self.windows), strict=True))
+        cost, besides, window = self._recent()
         cost = cost * unit
-        number = np.repeat(np.arange(len(self.windows)), [len(one.work) for one in self.windows])  # of a step's window
-        took = (cost * now + fixed).max(axis=1)
+        took = (cost * now + besides).max(axis=1)
         chosen = np.flatnonzero(took <= np.quantile(took, 1 - RARE))[:: -(-len(took) // MOST_SAMPLES)]
-        best = used(least_time(cost[chosen], fixed[chosen], now))
-        before, after = ((cost[chosen] * one + fixed[chosen]).max(axis=1) for one in (now, best))
-        gains = [float((before - after)[number[chosen] == one].mean()) for one in np.unique(number[chosen])]
+        best = used(least_time(cost[chosen], besides[chosen], now))
+        before, after = ((cost[chosen] * one + besides[chosen]).max(axis=1) for one in (now, best))
+        gains = [float((before - after)[window[chosen] == one].mean()) for one in np.unique(window[chosen])]
         is_sure = len(gains) > 1 and mean(gains) > SURE * stdev(gains) / sqrt(len(gains))
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
 
@@ -229,7 +225,7 @@ def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndar
     search begins with the shares that would be best for the mean costs.
     """
     total = now.sum()
-    most = np.where(now > 1, np.maximum(now * GROWTH, now + 1), total)
+    most = most_at_once(now, GROWTH)
     by_mean = np.array(fastest(cost.mean(axis=0).tolist(), update.mean(axis=0).tolist(), total))
     found, best, least = capped(by_mean, most), now, (cost * now + update).max(axis=1).mean()
     for round_ in range(ROUNDS):
@@ -243,6 +239,12 @@ def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndar
         change = slope / usual - 1
         found = capped(found * (1 - 0.5 / (1 + round_ / 5) * change / max(1.0, abs(change).max())), most)
     return best
+
+
+def most_at_once(now: np.ndarray, growth: float) -> np.ndarray:
+    """The largest shares that follow these: `growth` times as large, or one sample larger. That of a rank which has one
+    sample, to measure it, may be anything."""
+    return np.where(now > 1, np.maximum(now * growth, now + 1), now.sum())
 
 
 def capped(shares: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -260,17 +262,11 @@ def capped(shares: np.ndarray, most: np.ndarray) -> np.ndarray:
     return np.minimum(shares, most) * (total / np.minimum(shares, most).sum())
 
 
-def parts_of_speed(costs: Sequence[float]) -> list[float]:
-    """Each rank's part of the speed of all."""
-    speeds = [1 / max(cost, 1e-12) for cost in costs]
-    return [speed / sum(speeds) for speed in speeds]
-
-
-def windows_since_change(parts: Sequence[float], noise: float) -> int:
-    """The number of windows since a rank's part of the speed has changed, if it has: the last ones are all higher, or
+def windows_since_change(costs: Sequence[float], noise: float) -> int:
+    """The number of windows since a rank's speed has changed, if it has: the last ones are all higher, or
     all lower, than all before, by a factor that is more than their noise. Else 0."""
     for recent, factor in CHANGES.items():
-        before, now = parts[:-recent], parts[-recent:]
+        before, now = costs[:-recent], costs[-recent:]
         is_outside = bool(before) and (min(now) > max(before) or max(now) < min(before))
         least = max(log(factor), SURE * noise * sqrt(1 / recent + 1 / max(1, len(before))))
         if is_outside and abs(log(mean(now) / mean(before))) > least:
