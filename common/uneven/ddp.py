@@ -35,6 +35,7 @@ from common.uneven.options.compression import Summed, gradient_sum, sum_bucket, 
 from common.uneven.options.empty_batches import EmptyPartsApart
 from common.uneven.options.global_batch import needs_whole_parts
 from common.uneven.options.local_sgd import LocalSGD
+from common.uneven.options.memory import is_out_of_memory
 from common.uneven.options.timer import StepTimer
 
 # Before Python shuts down. After a backward, a thread of the backend still needs the interpreter's lock, for what torch
@@ -86,9 +87,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         Forward must be inside, because DDP decides there whether the next backward exchanges.
 
         Raises UserError where the last backward has not reached every parameter, where gradients would be summed
-        twice, where training has changed a buffer,
-        where a layer that needs the whole global batch gets a micro-batch, where the GPU's memory is too small for the
-        micro-batch, and for a loop that does not take its batches from the loader that `wrap` was given.
+        twice, where training has changed a buffer, where a layer that needs the whole global batch gets a micro-batch,
+        where memory is too small for the micro-batch, and for a loop that does not take its batches from the loader
+        that `wrap` was given.
         """
         timer, guard, is_last = self.timer, self.guard, not enabled
         if not timer.is_marked("loaded") or timer.cut_item != timer.item:
@@ -105,7 +106,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         try:
             with self.micro_batch(exchanges=is_last):
                 yield
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise guard.too_large(error) from error
         timer.tell("passed")
         if is_last:

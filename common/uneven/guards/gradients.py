@@ -81,9 +81,10 @@ class Guard:
         if self.exchanges:
             raise _summed_twice()
 
-    def too_large(self, error: torch.OutOfMemoryError) -> UserError:
+    def too_large(self, error: Exception) -> UserError:
         """What to say of a micro-batch that does not fit."""
-        wanted = str(error).partition(". GPU")[0]  # "CUDA out of memory. Tried to allocate 2.00 GiB"
+        # "CUDA out of memory. Tried to allocate 2.00 GiB", or "can't allocate memory: you tried to allocate 900 bytes"
+        wanted = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
         return UserError(
             f"a micro-batch does not fit into the memory of {self.timer.device} ({wanted}): give a smaller "
             "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"

@@ -51,6 +51,13 @@ def fitting_micro_batches(
     return sizes
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was no memory for a tensor: what the allocators of a GPU and of the CPU raise, and libraries."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        words in str(error) for words in OUT_OF_MEMORY
+    )
+
+
 def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> int:
     """The rows to use: doubled until they do not fit, then closer by halves, less a margin. 0 if not even one fits."""
     fits, fails, size = 0, most + 1, 1
@@ -79,10 +86,8 @@ def _fits(net: torch.nn.Module, trial: Callable[[int], None], rows: int) -> bool
         with unchanged(net):
             trial(rows)
         return True
-    except (torch.OutOfMemoryError, MemoryError):
-        return False
-    except RuntimeError as error:  # of the CPU's allocator, and of libraries
-        if not any(words in str(error) for words in OUT_OF_MEMORY):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         return False
     finally:
