@@ -9,7 +9,7 @@ takes no note of the exchange of gradients, which takes as long whatever the sha
 exchange took of a balanced step. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds
 in the middle of a run and shows how many steps the shares need to follow. `settle`: a rank whose processor is taken
 away in slices, or shared with a neighbour that computes half of the time, and how often its share changes after step
-30. Needs root, for the control groups.
+30; with --fixed, beside the best of four fixed shares. Needs root, for the control groups.
 """
 
 import argparse
@@ -59,6 +59,7 @@ SETTLE: dict[str, tuple[tuple[float, float], float, bool]] = {
     "slower by nature": ((1.0, 0.25), 5, False),
 }
 SETTLED = 30  # steps
+FIXED = (1.0, 0.75, 0.5, 0.25)  # of the share of rank 1 by speed, for --fixed
 SETTLE_BATCHES = {"MNIST": (256, 512, 1024), "BERT": (64, 128)}
 NEIGHBOUR = """
 import random, time
@@ -137,6 +138,11 @@ def _rate(first: dict, last: dict) -> float:
     return (last["step"] - first["step"]) / (last["training_seconds"] - first["training_seconds"])
 
 
+def _seconds(rows: list[dict]) -> float:
+    """Of a step, from the first row to the last."""
+    return 1 / _rate(rows[0], rows[-1])
+
+
 def measure(trainer: str, speeds: tuple[float, ...], flags: list[str]) -> tuple[float, list[dict]]:
     """(steps per second, rows) of one run."""
     with fractions(speeds) as cores, tempfile.TemporaryDirectory() as folder:
@@ -195,18 +201,17 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
     )
 
 
-def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int) -> dict[str, Any]:
-    """How a run goes on from step 30 on in which rank 1 is slow in this way, beside one with equal shares."""
+def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int, fixed: bool) -> dict[str, Any]:
+    """How a run goes on from step 30 on in which rank 1 is slow in this way, beside one with equal shares. `fixed`: and
+    beside the fastest of some shares that stay."""
     speeds, period, has_neighbour = SETTLE[name]
-    ceiling, seconds = sum(speeds) / (len(speeds) * min(speeds)), dict[str, float]()  # of a step
-    for way in ("off", "auto"):
-        last = steps
-        if way == "off":  # nothing changes, so it needs no more steps than take some seconds
-            last = min(steps, SETTLED + SETTLED * (max(SETTLE_BATCHES[trainer]) // batch))
+
+    def rows(last: int, *way: str) -> tuple[list[dict], list[dict]]:
+        """The rows from step 30 on of a run of so many steps, and its changes of shares."""
         with fractions((1.0, 1.0), int(period * 1000)) as groups, tempfile.TemporaryDirectory() as folder:
             computing = ["taskset", "-c", "1", sys.executable, "-c", NEIGHBOUR] if has_neighbour else ["true"]
             with ended([subprocess.Popen(computing)]):
-                more = ["--global-batch", str(batch), "--balance", way, "--max-steps", str(last), "--no-plot"]
+                more = ["--global-batch", str(batch), "--max-steps", str(last), "--no-plot", *way]
                 job = Job(trainer, groups, Path(folder) / "run", [*flags, *more], pinned=True)
                 with ended(job.nodes):
                     # To start, and to evaluate in the end, would take longer than the steps.
@@ -216,31 +221,48 @@ def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int) ->
                     job.wait_for(last)
                     groups[1].set(1.0)
                     job.wait()
-            rows, changes = job.rows(), job.rows("shares")
-        settled = [row for row in rows if row["step"] >= SETTLED]
-        seconds[way] = 1 / _rate(settled[0], settled[-1])
+            return [row for row in job.rows() if row["step"] >= SETTLED], job.rows("shares")
+
+    # Where nothing changes, it needs no more steps than take some seconds.
+    short = min(steps, SETTLED + SETTLED * (max(SETTLE_BATCHES[trainer]) // batch))
+    ceiling, equal = sum(speeds) / (len(speeds) * min(speeds)), _seconds(rows(short, "--balance", "off")[0])
+    settled, changes = rows(steps, "--balance", "auto")
+    seconds = _seconds(settled)
     shares = {1: batch // 2} | {row["step"]: row["shares"][1] for row in changes}
-    of_step = [shares[max(change for change in shares if change <= step)] for step in range(1, rows[-1]["step"] + 1)]
+    of_step = [shares[max(change for change in shares if change <= step)] for step in range(1, steps + 1)]
     at_30, kept = of_step[SETTLED - 1], statistics.mean(of_step[SETTLED:])
     exchange = _mean(settled, lambda row: row["communication_ms"][0]) / 1000
-    return {
-        "seconds": seconds["auto"],
-        "part": seconds["off"] / ceiling / seconds["auto"],
-        "exchange": exchange / seconds["auto"],
-        "with it": ((seconds["off"] - exchange) / ceiling + exchange) / seconds["auto"],
+    found = {
+        "seconds": seconds,
+        "part": equal / ceiling / seconds,
+        "exchange": exchange / seconds,
+        "with it": ((equal - exchange) / ceiling + exchange) / seconds,
         "changes": sum(row["step"] > SETTLED for row in changes),
         "off": abs(at_30 - kept) / kept,
         "shares": {row["step"]: row["shares"][1] for row in changes},
     }
+    if fixed:
+        of_rank_1 = [int(part * batch * speeds[1] / sum(speeds)) for part in FIXED]
+        with_fixed = {one: _seconds(rows(short, "--shares", f"{batch - one},{one}")[0]) for one in of_rank_1}
+        best = min(with_fixed, key=with_fixed.__getitem__)
+        found |= {
+            "fixed": best,
+            "of fixed": with_fixed[best] / seconds,
+            "fixed part": equal / ceiling / with_fixed[best],
+        }
+    return found
 
 
 def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> None:
     """Print a table of medians. Shares are those of the turn whose part of the ceiling is the median."""
     names = "trainer", "rank 1", "global batch", "turns", "step", "part of the ceiling", "exchange", "with it"
     names += "changes after step 30", "off at 30", "shares of rank 1"
+    if has_fixed := all("fixed" in one for turns in found.values() for one in turns):
+        names += "best fixed share", "its part of the ceiling", "time with it, of ours"
     print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
     for (trainer, name, batch), turns in found.items():
-        middle = {what: statistics.median(one[what] for one in turns) for what in turns[0] if what != "shares"}
+        of_all = set(turns[0]).intersection(*turns) - {"shares"}
+        middle = {what: statistics.median(one[what] for one in turns) for what in of_all}
         parts = [one["part"] for one in turns]
         spread = f"{middle['part']:.2f} ({min(parts):.2f} to {max(parts):.2f})"
         typical = min(turns, key=lambda one: abs(one["part"] - middle["part"]))
@@ -253,10 +275,12 @@ def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> Non
         ]
         cells += [f"{middle['with it']:.2f}", f"{middle['changes']:.0f}", f"{middle['off']:.0%}"]
         cells += [", ".join(f"{share} from {step}" for step, share in typical["shares"].items())]
+        if has_fixed:
+            cells += [f"{typical['fixed']}", f"{middle['fixed part']:.2f}", f"{middle['of fixed']:.2f}"]
         print("| " + " | ".join([trainer, name, *cells]) + " |", flush=True)
 
 
-def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, file: Path | None) -> None:
+def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, fixed: bool, file: Path | None) -> None:
     """Measure all cases in turns, and print the table, also of what `file` has from before."""
     found = dict[tuple[str, str, int], list[dict[str, Any]]]()
     for line in file.read_text().splitlines() if file and file.exists() else []:
@@ -267,7 +291,7 @@ def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, 
         for trainer, batches in SETTLE_BATCHES.items():
             for batch in batches:
                 for name in SETTLE if not wanted or batch in wanted else ():
-                    one = settle(trainer, name, batch, flags[trainer], steps)
+                    one = settle(trainer, name, batch, flags[trainer], steps, fixed)
                     found.setdefault((trainer, name, batch), []).append(one)
                     if file:
                         with file.open("a") as lines:
@@ -283,6 +307,7 @@ def main() -> None:
     parser.add_argument("--only", default="two,four,four-large,equal,changes")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batches", default="", help="of --only settle, such as 256,512")
+    parser.add_argument("--fixed", action="store_true", help="of --only settle: also the best of some fixed shares")
     parser.add_argument("--file", type=Path, help="of --only settle: its turns, to which others are added later")
     args = parser.parse_args()
     require_mnist(args.data_dir)
@@ -291,7 +316,7 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     if "settle" in only:
-        settle_all(flags, args.steps, args.repeat, args.batches, args.file)
+        settle_all(flags, args.steps, args.repeat, args.batches, args.fixed, args.file)
         only.remove("settle")
         if not only:
             return
