@@ -106,7 +106,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         try:
             with self.micro_batch(exchanges=is_last):
                 yield
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:  # a MemoryError is Python's, and need not be of the micro-batch's size
             if not is_out_of_memory(error):
                 raise
             raise guard.too_large(error) from error
