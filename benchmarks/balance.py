@@ -9,7 +9,7 @@ takes no note of the exchange of gradients, which takes as long whatever the sha
 exchange took of a balanced step. The ways are run in turns, and steps count from step 20 on. `changes` swaps the speeds
 in the middle of a run and shows how many steps the shares need to follow. `settle`: a rank whose processor is taken
 away in slices, or shared with a neighbour that computes half of the time, and how often its share changes after step
-30; with --fixed, beside the best of four fixed shares. Needs root, for the control groups.
+30; with --fixed, beside four fixed shares. Needs root, for the control groups.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def follow(trainer: str, flags: list[str], before: tuple[float, float], after: t
 
 def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int, fixed: bool) -> dict[str, Any]:
     """How a run goes on from step 30 on in which rank 1 is slow in this way, beside one with equal shares. `fixed`: and
-    beside the fastest of some shares that stay."""
+    beside some with shares that stay."""
     speeds, period, has_neighbour = SETTLE[name]
 
     def rows(last: int, *way: str) -> tuple[list[dict], list[dict]]:
@@ -243,12 +243,9 @@ def settle(trainer: str, name: str, batch: int, flags: list[str], steps: int, fi
     }
     if fixed:
         of_rank_1 = [int(part * batch * speeds[1] / sum(speeds)) for part in FIXED]
-        with_fixed = {one: _seconds(rows(short, "--shares", f"{batch - one},{one}")[0]) for one in of_rank_1}
-        best = min(with_fixed, key=with_fixed.__getitem__)
-        found |= {
-            "fixed": best,
-            "of fixed": with_fixed[best] / seconds,
-            "fixed part": equal / ceiling / with_fixed[best],
+        found["fixed"] = {  # their parts of the ceiling
+            str(one): equal / ceiling / _seconds(rows(short, "--shares", f"{batch - one},{one}")[0])
+            for one in of_rank_1
         }
     return found
 
@@ -258,11 +255,11 @@ def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> Non
     names = "trainer", "rank 1", "global batch", "turns", "step", "part of the ceiling", "exchange", "with it"
     names += "changes after step 30", "off at 30", "shares of rank 1"
     if has_fixed := all("fixed" in one for turns in found.values() for one in turns):
-        names += "best fixed share", "its part of the ceiling", "time with it, of ours"
+        names += ("parts of the ceiling with fixed shares of rank 1",)
     print("| " + " | ".join(names) + " |\n" + "| --- " * len(names) + "|")
     for (trainer, name, batch), turns in found.items():
-        of_all = set(turns[0]).intersection(*turns) - {"shares"}
-        middle = {what: statistics.median(one[what] for one in turns) for what in of_all}
+        numbers = {what for one in turns for what, value in one.items() if not isinstance(value, dict)}
+        middle = {what: statistics.median(one[what] for one in turns) for what in numbers}
         parts = [one["part"] for one in turns]
         spread = f"{middle['part']:.2f} ({min(parts):.2f} to {max(parts):.2f})"
         typical = min(turns, key=lambda one: abs(one["part"] - middle["part"]))
@@ -276,7 +273,8 @@ def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> Non
         cells += [f"{middle['with it']:.2f}", f"{middle['changes']:.0f}", f"{middle['off']:.0%}"]
         cells += [", ".join(f"{share} from {step}" for step, share in typical["shares"].items())]
         if has_fixed:
-            cells += [f"{typical['fixed']}", f"{middle['fixed part']:.2f}", f"{middle['of fixed']:.2f}"]
+            medians = {share: statistics.median(one["fixed"][share] for one in turns) for share in turns[0]["fixed"]}
+            cells += [", ".join(f"{part:.2f} with {share}" for share, part in medians.items())]
         print("| " + " | ".join([trainer, name, *cells]) + " |", flush=True)
 
 
@@ -307,7 +305,7 @@ def main() -> None:
     parser.add_argument("--only", default="two,four,four-large,equal,changes")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batches", default="", help="of --only settle, such as 256,512")
-    parser.add_argument("--fixed", action="store_true", help="of --only settle: also the best of some fixed shares")
+    parser.add_argument("--fixed", action="store_true", help="of --only settle: also some fixed shares")
     parser.add_argument("--file", type=Path, help="of --only settle: its turns, to which others are added later")
     args = parser.parse_args()
     require_mnist(args.data_dir)
