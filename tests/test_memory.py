@@ -23,12 +23,25 @@ def limited(folder, megabytes):
     return altered(folder, {**LARGE, START: LIMIT.format(megabytes=megabytes) + START})
 
 
-def run_limited(trainer, folder, micro_batch="auto"):
+def run_limited(trainer, folder, micro_batch="auto", *more):
     """Two ranks, in a process of their own: glibc reads the variables when a process starts, and the harness' ranks are
     forked. RLIMIT_AS counts addresses. Of these glibc takes 64 MiB for each thread that allocates, how many differs,
     and keeps up to 200 MiB in pieces of blocks that were freed, unless large blocks always are mappings of their own.
     """
-    flags = ("-g", 2, "--device", "cpu", "--out-dir", folder, *FLAGS, "--micro-batch", micro_batch, "--max-steps", 1)
+    flags = (
+        "-g",
+        2,
+        "--device",
+        "cpu",
+        "--out-dir",
+        folder,
+        *FLAGS,
+        "--micro-batch",
+        micro_batch,
+        "--max-steps",
+        1,
+        *more,
+    )
     return run("python", trainer, *flags, MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1000000")
 
 
@@ -58,8 +71,9 @@ def test_a_rank_on_which_not_even_one_sample_fits_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_micro_batch_that_does_not_fit_is_named_with_what_to_do(tmp_path):
-    result = run_limited(limited(tmp_path / "limited_ddp", 200), tmp_path / "run", micro_batch=400)
+@pytest.mark.parametrize("flags", [(), ("--elastic", 1)], ids=["", "elastic"])  # the others would get more rows yet
+def test_a_micro_batch_that_does_not_fit_is_named_with_what_to_do(tmp_path, flags):
+    result = run_limited(limited(tmp_path / "limited_ddp", 200), tmp_path / "run", 400, *flags)
     assert result.code == 2 and "Traceback" not in result.output
     assert "a micro-batch does not fit into the memory of cpu (can't allocate memory: you tried to" in result.output
     assert "give a smaller --micro-batch" in result.output

@@ -97,7 +97,8 @@ class Turn:
                         self.known_failure()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        thread.start()
+        with limit(*most, instead=instead):  # starting may hang where memory is short, as after a failure
+            thread.start()
         try:
             yield
         except RuntimeError as error:

@@ -54,6 +54,62 @@ class Every:
         return True
 
 
+class _Limit:
+    """One call of `limit` that has not ended."""
+
+    def __init__(self, seconds: float, give_up: Callable[[], None], instead: Callable[[], None] | None):
+        self.until = time.monotonic() + seconds
+        self.give_up, self.instead = give_up, instead
+
+
+class _Clock:
+    """Ends the process when a limit has passed. One thread looks after all limits, and starts with the first one: where
+    memory is short, Thread.start() may wait forever for its new thread, and a limit must hold there too."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.limits: set[_Limit] = set()
+        self.thread: threading.Thread | None = None
+
+    def add(self, limit: _Limit) -> None:
+        with self.changed:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name="limits", daemon=True)
+                self.thread.start()
+            self.limits.add(limit)
+            self.changed.notify()
+
+    def remove(self, limit: _Limit) -> None:
+        with self.changed:
+            self.limits.discard(limit)
+
+    def _run(self) -> None:
+        while True:
+            passed = self._wait_for_next()
+            if not passed.instead:
+                passed.give_up()
+            else:
+                with contextlib.suppress(Exception):
+                    passed.instead()
+                passed.until, passed.instead = time.monotonic() + LAST_SECONDS, None
+
+    def _wait_for_next(self) -> _Limit:
+        """The next limit to pass, as soon as it has."""
+        with self.changed:
+            while True:
+                seconds = None  # until one is added
+                if self.limits:
+                    first = min(self.limits, key=lambda limit: limit.until)
+                    if (seconds := first.until - time.monotonic()) <= 0:
+                        return first
+                self.changed.wait(seconds)
+
+
+_clock = _Clock()
+if hasattr(os, "register_at_fork"):  # a new process has none of its parent's threads, nor limits
+    os.register_at_fork(after_in_child=lambda: globals().update(_clock=_Clock()))
+
+
 @contextlib.contextmanager
 def limit(
     seconds: float,
@@ -68,24 +124,17 @@ def limit(
     never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far. So
     does `instead`, which makes the body fail: the process ends only where that does not help.
     """
-    is_over = threading.Event()
 
     def give_up() -> None:
-        if is_over.wait(seconds):
-            return
-        if instead:
-            with contextlib.suppress(Exception):
-                instead()
-            if is_over.wait(LAST_SECONDS):
-                return
         try:
             before_exit()
         finally:
             say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
             os._exit(RunError.exit_code)
 
-    threading.Thread(target=give_up, name="limit", daemon=True).start()
+    mine = _Limit(seconds, give_up, instead)
+    _clock.add(mine)
     try:
         yield
     finally:
-        is_over.set()
+        _clock.remove(mine)

@@ -87,7 +87,8 @@ class Guard:
         wanted = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
         return UserError(
             f"a micro-batch does not fit into the memory of {self.timer.device} ({wanted}): give a smaller "
-            "--micro-batch, one for each rank (8x64,2x16), or --micro-batch auto; the result stays the same"
+            "--micro-batch, one for each rank (8x64,2x16), or auto, which measures before the first step; the result "
+            "stays the same"
         )
 
     def require_complete(self, all_reduced: bool) -> None:
