@@ -8,13 +8,9 @@ START = """
 import resource, threading, time
 from common.join.waiting import limit
 
-def no_memory_for_threads():
+def take_all_memory():
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used, resource.RLIM_INFINITY))
-    try:
-        threading.Thread(target=int).start()
-    except RuntimeError:
-        print("no more threads", flush=True)
 
 """
 
@@ -33,12 +29,16 @@ def test_a_limit_holds_where_no_thread_can_be_started_any_more():
     result = said_by("""
 with limit(60, 0, 'what came before'):
     pass
-no_memory_for_threads()
+take_all_memory()
+try:
+    threading.Thread(target=int).start()
+except RuntimeError as error:
+    print(error, flush=True)
 with limit(0.2, 0, 'the exchange'):
     time.sleep(600)
 """)
     assert result.code == 1
-    assert "no more threads" in result.output and "error: the exchange did not end" in result.output
+    assert "can't start new thread" in result.output and "error: the exchange did not end" in result.output
 
 
 def test_the_limit_that_passes_first_ends_the_process_whichever_began_first():
@@ -81,3 +81,34 @@ with limit(300, 0, 'the parent'):
 """)
     assert result.code == 0
     assert "error: the child did not end" in result.output and "exit code 1" in result.output
+
+
+def test_a_limit_of_infinity_leaves_the_others_as_they_are():
+    result = said_by("""
+with limit(float("inf"), 0, 'the work'), limit(0.2, 0, 'the exchange'):
+    time.sleep(600)
+""")
+    assert result.code == 1 and "error: the exchange did not end" in result.output
+
+
+def test_what_fails_when_a_limit_passes_switches_off_no_other_limit():
+    result = said_by("""
+def fails():
+    raise MemoryError
+
+with limit(0.2, 0, 'the store', instead=fails), limit(1, 0, 'the exchange'):
+    time.sleep(600)
+""")
+    assert result.code == 1 and "error: the exchange did not end" in result.output
+
+
+def test_what_is_tried_for_a_limited_time_ends_where_a_thread_starts_and_has_no_memory():
+    result = said_by("""
+from common.launch.within import within
+
+print(within(60, lambda: 5), within(0.2, threading.Event().wait), within(60, lambda: 6))
+take_all_memory()  # but the stack of a thread that has ended, which the next one gets: Thread.start() would hang
+print(within(1, lambda: 7))
+print("went on")
+""")
+    assert result.code == 0 and "5 None 6\n" in result.output and "None\nwent on" in result.output

@@ -12,6 +12,7 @@ IMPORTS = """
 from dataclasses import replace
 import common.join.process_group as joining
 from common.join import ended, lost, view
+from common.join import turn as turns
 from common.join.turn import Turn
 from bert_ddp.predict.lines import open_lines
 from bert_ddp.predict.parts import Parts
@@ -320,6 +321,24 @@ def test_no_rank_works_before_all_are_connected(tmp_path):
     for result in playing_body(body, tmp_path, (1, 1), SLOW_TO_CONNECT).results():
         assert result.code == 0, result.output
     assert (tmp_path / "works").exists() and not (tmp_path / "works before all are connected").exists()
+
+
+STUCK = """
+        turns.LINGER_SECONDS = 2.0
+        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0))
+        with group.{turn}("what rank 0 does"):
+            if worker.is_main:
+                time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_rank_whose_own_work_never_ends_is_ended_once_the_others_have_given_up(turn, tmp_path):
+    """It may be alone on its node, where nobody else would end it."""
+    first, second = playing_body(STUCK.format(turn=turn), tmp_path, (1, 1)).results()
+    assert first.code == 1 and "what rank 0 does (--work-timeout) did not end within 4 s" in first.output, first.output
+    assert second.code == 1, second.output
+    assert re.search(r"gave up waiting for what rank 0 does.* after 2 s \(--work-timeout\)", second.output)
 
 
 GONE = """

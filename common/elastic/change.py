@@ -24,11 +24,11 @@ from common.elastic.membership import ADDRESSES, Membership, Numbers, address_of
 from common.elastic.standby import ALIVE, ANSWER_SECONDS, DEAD, Visit, reach_unless_dead, states
 from common.errors import Interrupted, MembersChanged, RunEnded, RunError, UserError
 from common.join.connections import cut_off
-from common.join.lost import within
 from common.join.store import OpenStore, split
 from common.join.view import node_of, places
 from common.join.waiting import limit, poll
 from common.launch.addresses import tcp_address
+from common.launch.within import within
 
 SILENT_SECONDS = 2.0  # without an answer from its machine: then the others go on without a rank
 LEADS = "leads"  # a key of a standby, while its rank leads a change

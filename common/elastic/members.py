@@ -24,7 +24,7 @@ from common.errors import ExplainedError, Left, MembersChanged, RankLost, RunErr
 from common.join import ended, network
 from common.join.connections import Connections
 from common.join.handshake import leader_in
-from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost, within
+from common.join.lost import LINGER_SECONDS, MEET, TIMEOUTS, in_words, is_contact_lost
 from common.join.store import OpenStore, open_store, split
 from common.join.view import layout_of, places
 from common.join.waiting import poll
@@ -32,6 +32,7 @@ from common.launch.addresses import host_and_port, is_loopback
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.launch.replacing import WAITS
+from common.launch.within import within
 
 CAUSE_SECONDS = 0.3  # for the supervisor of a lost rank to post why it has ended
 NOBODY_SECONDS = 20.0  # without an answer from any member, after which a process that waits gives up

@@ -5,8 +5,8 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from common.elastic.membership import Membership, address_of
 from common.elastic.standby import ALIVE, DEAD, Visit, posted_run, reach, reach_unless_dead, states
 from common.errors import RunError, UserError
 from common.join import network
+from common.join.connections import cut_off
 from common.join.ended import CURRENT
 from common.join.handshake import leader_in
 from common.join.store import HOST, SAY_EVERY_SECONDS, program, split
-from common.join.waiting import Every, poll
+from common.join.waiting import Every, limit, poll
 from common.launch.addresses import host_and_port, tcp_address
 from common.launch.values import is_folder
 
@@ -65,7 +66,7 @@ def find(
         nonlocal ranks_joined
         known = _read_addresses(folder) if is_folder(address) else [_spaced(address)]
         for store in filter(None, map(reach, dict.fromkeys([*known, *members]))):
-            with suppress(RuntimeError):  # it has ended meanwhile
+            with suppress(RuntimeError), _answering(store):  # it has ended meanwhile
                 leader = leader_in(store)
                 if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
                     return leader, run
@@ -108,7 +109,9 @@ def _require_run(flag: str, address: str) -> None:
     store = reach_unless_dead(f"{host} {port}", time.monotonic() + BUSY_SECONDS)
     if store is None:
         raise UserError(f"{flag} {address}: {_nothing(host, port)}")
-    if not store.check([HOST]) and not leader_in(store):
+    with _answering(store):
+        is_ours = store.check([HOST]) or leader_in(store)
+    if not is_ours:
         raise UserError(f"{flag} {address}: what answers there is no run of this code; {SEE}")
 
 
@@ -150,10 +153,20 @@ def stop(flag: str, address: str, secret: bytes, seconds: float) -> str:
 
 def _ask(store: dist.Store, secret: bytes, seconds: float) -> dict[str, Any]:
     me = {"host": socket.gethostname(), "standby": " 0", "predecessor": "", "launch": "", "gpu": "", "stop": True}
-    visit = Visit(store, me | {"original": -1, "node_rank": -1, "local_rank": 0}, secret)
+    with _answering(store):
+        visit = Visit(store, me | {"original": -1, "node_rank": -1, "local_rank": 0}, secret)
     say("asked the run to save and end")
-    verdict: Callable[[], dict | None] = visit.verdict
+
+    def verdict() -> dict | None:
+        with _answering(store):
+            return visit.verdict()
+
     found = poll(verdict, seconds, longest_pause_seconds=0.1)
-    with suppress(RuntimeError):  # the rank that leads waits for this, for some seconds
+    with suppress(RuntimeError), _answering(store):  # the rank that leads waits for this, for some seconds
         store.add("dismissed", 1)
     return found or {"ended": "the run has not ended yet: see its log"}
+
+
+def _answering(store: dist.Store) -> AbstractContextManager[None]:
+    """The body raises RuntimeError where this store does not answer any more, as on a machine that is cut off."""
+    return limit(BUSY_SECONDS, None, "a request to the run", instead=lambda: cut_off(store))

@@ -11,10 +11,9 @@ lost/survivor         counts the survivors that have posted
 import contextlib
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -26,8 +25,8 @@ from common.join.view import node_of, places
 from common.join.waiting import poll
 from common.launch.addresses import host_and_port
 from common.launch.layout import Worker
+from common.launch.within import within
 
-Found = TypeVar("Found")
 MEET = "lost/meet"
 READ_SECONDS = 5.0  # for a supervisor to read the exit code of a process that has ended here, on a busy machine
 CAUSE_SECONDS = 1.0  # after that, for it to post the cause
@@ -301,20 +300,6 @@ def in_words(causes: dict[int, str]) -> str:
         cause = next(iter(causes.values()))
         return cause or ("its process has ended" if len(causes) == 1 else "their processes have ended")
     return "; ".join(f"rank {rank} {cause or 'has ended'}" for rank, cause in sorted(causes.items()))
-
-
-def within(seconds: float, action: Callable[[], Found]) -> Found | None:
-    """What `action` returns; None where it fails or takes longer. A thread runs it, because a store may not answer."""
-    found: list[Found] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            found.append(action())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
 
 
 def runs_here(view: dict, pid_space: str) -> bool:

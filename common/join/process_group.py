@@ -65,7 +65,7 @@ class Group:
         turn = self._turn(what)
         with turn.heartbeat():
             if self.worker.is_main:
-                with turn.announcing("rank 0"):
+                with turn.announcing("rank 0"), turn.limited(what):
                     yield
                 return
             turn.wait_for("rank 0", what, watched=[0])
@@ -85,7 +85,8 @@ class Group:
             with turn.announcing(f"rank {self.worker.rank}"):
                 if self.worker.rank != first:
                     turn.wait_for(f"rank {first}", what, watched=[first])
-                yield
+                with turn.limited(what):
+                    yield
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(f"{what} on the other nodes")
 
@@ -105,7 +106,8 @@ class Group:
             turn.say_every_seconds, turn.speaks = each_says_after_seconds, True
         with turn.heartbeat():
             with turn.announcing(f"rank {self.worker.rank}"):
-                yield turn.raise_failure
+                with turn.limited(what):
+                    yield turn.raise_failure
                 turn.raise_failure()
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(what)

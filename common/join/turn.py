@@ -10,6 +10,7 @@ What a turn has written is deleted once all ranks have left it, so that a store 
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -97,7 +98,7 @@ class Turn:
                         self.known_failure()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-        with limit(*most, instead=instead):  # starting may hang where memory is short, as after a failure
+        with limit(self.timeout_seconds, self.worker.rank, "the start of a thread (is memory short?)"):
             thread.start()
         try:
             yield
@@ -130,6 +131,11 @@ class Turn:
                 self.store.set("failed", json.dumps(self.failure))
                 self.store.set(f"heard/{self.worker.rank}", "")
             raise
+
+    def limited(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """End this rank if its own work takes so long that the others have given up, as on a disk that hangs."""
+        seconds = self.work_timeout_seconds + LINGER_SECONDS if self.worker.world_size > 1 else math.inf
+        return limit(seconds, self.worker.rank, f"{what} (--work-timeout)")
 
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
         """Wait until `name` is done, and print now and then that this rank waits for `what`.

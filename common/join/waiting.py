@@ -1,7 +1,9 @@
 """How all code of the join waits: always with a limit."""
 
 import contextlib
+import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ Found = TypeVar("Found")
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE = 0.15  # of the time waited so far: the longer the wait, the less often it polls
 LAST_SECONDS = 10.0  # for a body that `instead` has cut short
+LONGEST_SECONDS = 3600.0  # of a wait for the next limit: a lock takes no longer timeout than some weeks
 
 
 def _nothing(elapsed_seconds: float) -> None:
@@ -64,45 +67,41 @@ class _Limit:
 
 class _Clock:
     """Ends the process when a limit has passed. One thread looks after all limits, and starts with the first one: where
-    memory is short, Thread.start() may wait forever for its new thread, and a limit must hold there too."""
+    memory is short, Thread.start() may wait forever for its new thread, and a limit must hold there too.
+
+    A signal's handler may raise at any point, so nothing here takes a lock that it could leave locked.
+    """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.limits: set[_Limit] = set()
+        self.added = queue.SimpleQueue[None]()
         self.thread: threading.Thread | None = None
 
     def add(self, limit: _Limit) -> None:
-        with self.changed:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="limits", daemon=True)
-                self.thread.start()
-            self.limits.add(limit)
-            self.changed.notify()
-
-    def remove(self, limit: _Limit) -> None:
-        with self.changed:
-            self.limits.discard(limit)
+        self.limits.add(limit)
+        if self.thread is None:
+            thread = threading.Thread(target=self._run, name="limits", daemon=True)
+            thread.start()
+            self.thread = thread
+        self.added.put(None)
 
     def _run(self) -> None:
         while True:
-            passed = self._wait_for_next()
-            if not passed.instead:
-                passed.give_up()
-            else:
-                with contextlib.suppress(Exception):
-                    passed.instead()
-                passed.until, passed.instead = time.monotonic() + LAST_SECONDS, None
+            try:
+                self._wait_for_next()
+            except Exception:  # such as a MemoryError: the limits hold all the same
+                time.sleep(FIRST_PAUSE_SECONDS)
 
-    def _wait_for_next(self) -> _Limit:
-        """The next limit to pass, as soon as it has."""
-        with self.changed:
-            while True:
-                seconds = None  # until one is added
-                if self.limits:
-                    first = min(self.limits, key=lambda limit: limit.until)
-                    if (seconds := first.until - time.monotonic()) <= 0:
-                        return first
-                self.changed.wait(seconds)
+    def _wait_for_next(self) -> None:
+        """Wait until a limit is added or passes, and act where one has passed."""
+        first = min(list(self.limits), key=lambda limit: limit.until, default=None)
+        seconds = first.until - time.monotonic() if first else math.inf
+        if seconds > 0:
+            with contextlib.suppress(queue.Empty):
+                self.added.get(timeout=min(seconds, LONGEST_SECONDS))
+        elif first in self.limits:  # and has not ended meanwhile
+            first.until, instead, first.instead = time.monotonic() + LAST_SECONDS, first.instead, None
+            (instead or first.give_up)()
 
 
 _clock = _Clock()
@@ -113,7 +112,7 @@ if hasattr(os, "register_at_fork"):  # a new process has none of its parent's th
 @contextlib.contextmanager
 def limit(
     seconds: float,
-    rank: int,
+    rank: int | None,  # that says so
     what: str,
     before_exit: Callable[[], None] = lambda: None,
     instead: Callable[[], None] | None = None,
@@ -126,15 +125,15 @@ def limit(
     """
 
     def give_up() -> None:
-        try:
+        with contextlib.suppress(Exception):
             before_exit()
-        finally:
+        with contextlib.suppress(Exception):
             say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
-            os._exit(RunError.exit_code)
+        os._exit(RunError.exit_code)
 
-    mine = _Limit(seconds, give_up, instead)
-    _clock.add(mine)
+    clock, mine = _clock, _Limit(seconds, give_up, instead)
     try:
+        clock.add(mine)
         yield
     finally:
-        _clock.remove(mine)
+        clock.limits.discard(mine)

@@ -33,6 +33,7 @@ from common.launch.interruption import INTERRUPTED, handle
 from common.launch.layout import Worker
 from common.launch.replacing import ENDED, FAILED, FINISHES, STARTS, WAITS, Board
 from common.launch.title import name_worker
+from common.launch.within import within
 
 LEAVE_SECONDS = 8.0  # a failed rank stays at most, until the others know; its supervisor waits for longer
 PARENT_POLL_SECONDS = 1.0
@@ -205,14 +206,8 @@ def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn
     """Run the error's `before_exit` action, for at most LEAVE_SECONDS, and end this process."""
     _end_children()
 
-    def last_action() -> None:
-        with contextlib.suppress(RuntimeError):  # the other ranks, or the store, may be gone
-            error.before_exit()  # type: ignore[attr-defined]
-
     if hasattr(error, "before_exit"):
-        thread = threading.Thread(target=last_action, daemon=True)
-        thread.start()
-        thread.join(LEAVE_SECONDS)
+        within(LEAVE_SECONDS, error.before_exit)  # the other ranks, or the store, may be gone
     if alone:
         sys.exit(code)
     flush()
