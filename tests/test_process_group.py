@@ -325,20 +325,38 @@ def test_no_rank_works_before_all_are_connected(tmp_path):
 
 STUCK = """
         turns.LINGER_SECONDS = 2.0
-        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0))
+        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0, timeout_seconds=3.0))
         with group.{turn}("what rank 0 does"):
             if worker.is_main:
                 time.sleep(3600)
 """
+ENDED = {
+    "others_wait": r"what rank 0 does \(--work-timeout\) did not end within 4 s",
+    "first_on_node": r"this rank's own work, since another one has failed \(--timeout\), did not end within 3 s",
+}
 
 
 @pytest.mark.parametrize("turn", TURNS)
 def test_a_rank_whose_own_work_never_ends_is_ended_once_the_others_have_given_up(turn, tmp_path):
     """It may be alone on its node, where nobody else would end it."""
     first, second = playing_body(STUCK.format(turn=turn), tmp_path, (1, 1)).results()
-    assert first.code == 1 and "what rank 0 does (--work-timeout) did not end within 4 s" in first.output, first.output
+    assert first.code == 1 and re.search(ENDED.get(turn, ENDED["first_on_node"]), first.output), first.output
     assert second.code == 1, second.output
     assert re.search(r"gave up waiting for what rank 0 does.* after 2 s \(--work-timeout\)", second.output)
+
+
+LONG = """
+        turns.LINGER_SECONDS = 0.0
+        group = replace(group, options=replace(group.options, work_timeout_seconds=1.0))
+        with group.{turn}("what each does"):
+            time.sleep(4)
+"""
+
+
+@pytest.mark.parametrize("turn", TURNS[1:])
+def test_work_that_all_do_may_take_longer_than_they_would_wait_for_it(turn, tmp_path):
+    for result in playing_body(LONG.format(turn=turn), tmp_path, (1, 1)).results():
+        assert result.code == 0, result.output
 
 
 GONE = """

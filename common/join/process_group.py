@@ -65,7 +65,7 @@ class Group:
         turn = self._turn(what)
         with turn.heartbeat():
             if self.worker.is_main:
-                with turn.announcing("rank 0"), turn.limited(what):
+                with turn.announcing("rank 0"), turn.while_others_wait(what):
                     yield
                 return
             turn.wait_for("rank 0", what, watched=[0])
@@ -85,8 +85,7 @@ class Group:
             with turn.announcing(f"rank {self.worker.rank}"):
                 if self.worker.rank != first:
                     turn.wait_for(f"rank {first}", what, watched=[first])
-                with turn.limited(what):
-                    yield
+                yield
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(f"{what} on the other nodes")
 
@@ -106,8 +105,7 @@ class Group:
             turn.say_every_seconds, turn.speaks = each_says_after_seconds, True
         with turn.heartbeat():
             with turn.announcing(f"rank {self.worker.rank}"):
-                with turn.limited(what):
-                    yield turn.raise_failure
+                yield turn.raise_failure
                 turn.raise_failure()
             with turn.announcing(f"rank {self.worker.rank} waits"):
                 turn.wait_for_all(what)

@@ -85,6 +85,7 @@ class Turn:
 
         It also polls for failures: rank 0, which may serve the store, exits once every rank has heard of one, perhaps
         while this rank's body is still at work, or between two requests. What the body raises then is that failure.
+        Where the body does not end within --timeout after that, this rank ends: alone on its node, it would stay.
         """
         stop = threading.Event()
         most = self.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
@@ -92,10 +93,15 @@ class Turn:
 
         def beat() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
-                while not stop.wait(HEARTBEAT_SECONDS):
+                has_failed = False
+                while not (has_failed or stop.wait(HEARTBEAT_SECONDS)):
                     with limit(*most, instead=instead):
                         self.store.add(self.written.writes(f"heartbeat/{self.worker.rank}"), 1)
-                        self.known_failure()
+                        has_failed = self.known_failure() is not None and not self.others_go_on
+            if not self.others_go_on:  # else they go on without this one
+                what = "this rank's own work, since another one has failed (--timeout),"
+                with limit(self.timeout_seconds, self.worker.rank, what):
+                    stop.wait()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         with limit(self.timeout_seconds, self.worker.rank, "the start of a thread (is memory short?)"):
@@ -132,8 +138,8 @@ class Turn:
                 self.store.set(f"heard/{self.worker.rank}", "")
             raise
 
-    def limited(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """End this rank if its own work takes so long that the others have given up, as on a disk that hangs."""
+    def while_others_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """End this rank if the body takes so long that the others have given up, as on a disk that hangs."""
         seconds = self.work_timeout_seconds + LINGER_SECONDS if self.worker.world_size > 1 else math.inf
         return limit(seconds, self.worker.rank, f"{what} (--work-timeout)")
 
