@@ -51,10 +51,10 @@ with limit(300, 0, 'the run'), limit(0.2, 0, 'the exchange'), limit(200, 0, 'the
 
 def test_a_body_that_ends_in_time_is_left_alone():
     result = said_by("""
-with limit(0.2, 0, 'the exchange'):
+with limit(1, 0, 'the exchange'):
     pass
 with limit(60, 0, 'the step'):
-    time.sleep(1)
+    time.sleep(2)
 print("went on")
 """)
     assert result.code == 0 and "went on" in result.output
@@ -80,7 +80,7 @@ with limit(300, 0, 'the parent'):
     print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """)
     assert result.code == 0
-    assert "error: the child did not end" in result.output and "exit code 1" in result.output
+    assert "error: the child did not end" in result.output and "exit code 1\n" in result.output
 
 
 def test_a_limit_of_infinity_leaves_the_others_as_they_are():

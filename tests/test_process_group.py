@@ -324,15 +324,16 @@ def test_no_rank_works_before_all_are_connected(tmp_path):
 
 
 STUCK = """
-        turns.LINGER_SECONDS = 2.0
-        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0, timeout_seconds=3.0))
+        turns.LINGER_SECONDS = 6.0  # after which rank 0, which holds the store, has been asked for the last time
+        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0))
         with group.{turn}("what rank 0 does"):
             if worker.is_main:
                 time.sleep(3600)
 """
 ENDED = {
-    "others_wait": r"what rank 0 does \(--work-timeout\) did not end within 4 s",
-    "first_on_node": r"this rank's own work, since another one has failed \(--timeout\), did not end within 3 s",
+    "others_wait": r"what rank 0 does \(--work-timeout\) did not end within 8 s",
+    "first_on_node": r"gave up waiting (?s:.*)this rank's own work, since another one has failed or gone "
+    r"\(--work-timeout\), did not end within 2 s",
 }
 
 
@@ -347,9 +348,9 @@ def test_a_rank_whose_own_work_never_ends_is_ended_once_the_others_have_given_up
 
 LONG = """
         turns.LINGER_SECONDS = 0.0
-        group = replace(group, options=replace(group.options, work_timeout_seconds=1.0))
+        group = replace(group, options=replace(group.options, work_timeout_seconds=5.0))
         with group.{turn}("what each does"):
-            time.sleep(4)
+            time.sleep(8)
 """
 
 

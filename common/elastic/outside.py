@@ -68,8 +68,11 @@ def find(
         for store in filter(None, map(reach, dict.fromkeys([*known, *members]))):
             with suppress(RuntimeError), _answering(store):  # it has ended meanwhile
                 leader = leader_in(store)
-                if leader and (there := reach(leader)) and (run := posted_run(there, secret)):
-                    return leader, run
+                if leader and (there := reach(leader)):
+                    with _answering(there):
+                        run = posted_run(there, secret)
+                    if run:
+                        return leader, run
                 if not leader and store.check([CURRENT]):
                     ranks_joined = min(ranks_joined, time.monotonic())
         if time.monotonic() - ranks_joined > ANNOUNCE_SECONDS:
@@ -109,8 +112,11 @@ def _require_run(flag: str, address: str) -> None:
     store = reach_unless_dead(f"{host} {port}", time.monotonic() + BUSY_SECONDS)
     if store is None:
         raise UserError(f"{flag} {address}: {_nothing(host, port)}")
-    with _answering(store):
-        is_ours = store.check([HOST]) or leader_in(store)
+    try:
+        with _answering(store):
+            is_ours = store.check([HOST]) or leader_in(store)
+    except RuntimeError:
+        raise UserError(f"{flag} {address}: {_nothing(host, port)}") from None
     if not is_ours:
         raise UserError(f"{flag} {address}: what answers there is no run of this code; {SEE}")
 

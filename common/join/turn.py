@@ -85,7 +85,8 @@ class Turn:
 
         It also polls for failures: rank 0, which may serve the store, exits once every rank has heard of one, perhaps
         while this rank's body is still at work, or between two requests. What the body raises then is that failure.
-        Where the body does not end within --timeout after that, this rank ends: alone on its node, it would stay.
+        Where the body does not end within --work-timeout after that, this rank ends, unless the others go on without it
+        (--elastic): alone on its node, it would stay.
         """
         stop = threading.Event()
         most = self.timeout_seconds, self.worker.rank, store_request(self.worker, self.views)
@@ -99,8 +100,8 @@ class Turn:
                         self.store.add(self.written.writes(f"heartbeat/{self.worker.rank}"), 1)
                         has_failed = self.known_failure() is not None and not self.others_go_on
             if not self.others_go_on:  # else they go on without this one
-                what = "this rank's own work, since another one has failed (--timeout),"
-                with limit(self.timeout_seconds, self.worker.rank, what):
+                what = "this rank's own work, since another one has failed or gone (--work-timeout),"
+                with limit(self.work_timeout_seconds, self.worker.rank, what, before_exit=self._say_failure):
                     stop.wait()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -139,7 +140,7 @@ class Turn:
             raise
 
     def while_others_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """End this rank if the body takes so long that the others have given up, as on a disk that hangs."""
+        """End this rank if the body takes so long that others which came in time have given up: a disk that hangs?"""
         seconds = self.work_timeout_seconds + LINGER_SECONDS if self.worker.world_size > 1 else math.inf
         return limit(seconds, self.worker.rank, f"{what} (--work-timeout)")
 
@@ -194,6 +195,10 @@ class Turn:
             raise self._heard(failure)
         if self.others_go_on and self.store_of_all.check([MEET]):
             raise RankLost("another rank has lost contact with a member")
+
+    def _say_failure(self) -> None:
+        if self.failure:
+            say(f"error: {self.failure['message']}", self.worker.rank, error=True)
 
     def _heard(self, failure: dict) -> ExplainedError:
         """The failure that a rank has announced, as an error of this one."""

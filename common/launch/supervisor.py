@@ -1,8 +1,8 @@
 """Start one process for each worker of this node, watch them, and end them together.
 
 On Linux the supervisor imports the trainer's module once and forks the workers: eight start in the time of one, and
-share the memory of what was imported. It must not use CUDA, threads or torch's thread pool before that. Elsewhere
-each worker is a fresh interpreter that imports the module itself.
+share the memory of what was imported. It must not use CUDA or torch's thread pool before that, and no thread may be at
+work. Elsewhere each worker is a fresh interpreter that imports the module itself.
 """
 
 import contextlib

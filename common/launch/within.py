@@ -22,7 +22,7 @@ def within(seconds: float, action: Callable[[], Found]) -> Found | None:
         finally:
             ended.release()
 
-    with contextlib.suppress(RuntimeError):  # no thread can be started
+    with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be started
         _thread.start_new_thread(run, ())
         ended.acquire(timeout=seconds)
     return found[0] if found else None
