@@ -28,21 +28,8 @@ def run_limited(trainer, folder, micro_batch="auto", *more):
     forked. RLIMIT_AS counts addresses. Of these glibc takes 64 MiB for each thread that allocates, how many differs,
     and keeps up to 200 MiB in pieces of blocks that were freed, unless large blocks always are mappings of their own.
     """
-    flags = (
-        "-g",
-        2,
-        "--device",
-        "cpu",
-        "--out-dir",
-        folder,
-        *FLAGS,
-        "--micro-batch",
-        micro_batch,
-        "--max-steps",
-        1,
-        *more,
-    )
-    return run("python", trainer, *flags, MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1000000")
+    flags = ("-g", 2, "--device", "cpu", "--out-dir", folder, *FLAGS, "--max-steps", 1, "--micro-batch", micro_batch)
+    return run("python", trainer, *flags, *more, MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="1000000")
 
 
 @pytest.mark.long
