@@ -21,7 +21,7 @@ from tests.harness import (
     weights,
 )
 from tests.small_bert import save_classes, save_model
-from tests.trainers import altered
+from tests.trainers import NEXT_STEP, altered
 
 FLAGS = ("--dataset", "digits", "--precision", "fp64", "--epochs", 2, "--global-batch", 110)
 
@@ -113,3 +113,13 @@ def test_fine_tuning_evaluates_the_best_weights_although_they_were_just_being_wr
     best = checkpoint.find(tmp_path / "run" / "best").state
     (summary,) = rows(tmp_path / "run", "summary")
     assert summary["best_step"] == best["step"]
+
+
+def test_a_disk_that_hangs_does_not_hold_a_run_that_ends_with_an_error(tmp_path):
+    save, hangs = "                run.save(", "lambda path: __import__('time').sleep(3600)"
+    fails = "            if run.step == 8:\n                raise ValueError('no more')\n"
+    trainer = altered(tmp_path / "hung_ddp", {save: f"{save}write_extra={hangs}", NEXT_STEP: fails + NEXT_STEP})
+    flags = (*FLAGS, "--save-every", 5, "--async-save", "--work-timeout", 2)
+    (node,) = playing(trainer, nodes_of((1,), tmp_path / "run", *flags), tmp_path).results()
+    assert node.code == 1 and "error: no more" in node.output, node.output
+    assert "the checkpoint that was being written (--work-timeout) did not end within 2 s" in node.output, node.output

@@ -31,8 +31,12 @@ class BackgroundWriter:
             self.error = None
             raise error
 
-    def wait(self) -> None:
-        """As `finish`, where an error of its own is of no use: the run ends with another, or has lost ranks."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """As `finish`, where an error of its own is of no use: the run ends with another, or has lost ranks. Returns
+        False if it has not returned within `seconds`."""
         if self.thread:
-            self.thread.join()
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                return False
             self.thread = None
+        return True

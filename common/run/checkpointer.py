@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from common.console import say
 from common.errors import RunError
+from common.join.turn import SAY_EVERY_SECONDS
+from common.join.waiting import limit
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
 from common.record.resume import Averages, require_all_schedulers
@@ -29,7 +32,7 @@ class Checkpointer:
         self.averages: Averages | None = None  # from the first exchange on
         self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
         if self.writer:
-            self.group.at_end.callback(self.writer.wait)
+            self.group.at_end.push(self._wait_for_writer)
 
     def is_due(self, step: int, now: bool) -> bool:
         """True when --save-every, or `now`, has asked for a checkpoint since the last one, and all nodes have the same
@@ -91,6 +94,20 @@ class Checkpointer:
             with self.log.clock.pause(), finishes, self.log.writing():
                 if self.writer and self.log.output:
                     self.writer.finish()
+
+    def _wait_for_writer(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """As the group ends, perhaps with an error, which is printed only later: the disk may hang."""
+        rank, seconds, writer = self.group.worker.rank, self.group.options.work_timeout_seconds, self.writer
+        assert writer
+
+        def say_error() -> None:
+            if error:
+                say(f"error: {error}", rank, error=True)
+
+        with limit(seconds, rank, "the checkpoint that was being written (--work-timeout)", before_exit=say_error):
+            if not writer.wait(SAY_EVERY_SECONDS):
+                say("waiting for the checkpoint that is being written", rank)
+                writer.wait()
 
     def compare(self, step: int, states: dict[str, Stateful]) -> None:
         """Print which ranks' weights or states differ, which they must not. Every rank must call this."""
