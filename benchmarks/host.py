@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The host's part of a step: a whole trainer and minimal.py's loop beside a bare DDP loop, in turns in one process.
 
-    host.py [--case mlp,bert,mnist] [--ranks 1,2] [--turns 7] [--seconds 1.5] [--balance auto]
+    host.py [--case mlp,bert,mnist] [--ranks 1,2] [--runs 1] [--turns 7] [--seconds 1.5] [--balance auto]
 
 Where a step has little to compute, what the host does for it decides. `bert` has the 202 parameters of BERT-base at a
 width of 8, `mlp` has 4, `mnist` is the trainer's network on 256 images; `bert-tiny` and `minilm` (--case) are as large
@@ -52,7 +52,8 @@ def parser() -> ArgumentParser:
 def add_own_flags(flags: ArgumentParser) -> None:
     flags.add_argument("--case", default="mlp,bert,mnist")
     flags.add_argument("--ranks", default="1,2")
-    flags.add_argument("--turns", type=int, default=7)
+    flags.add_argument("--runs", type=int, default=1, help="each of new processes, whose memory lies elsewhere")
+    flags.add_argument("--turns", type=int, default=7, help="of a run")
     flags.add_argument("--seconds", type=float, default=1.5, help="of a turn")
 
 
@@ -200,7 +201,7 @@ def recipe(model: Any) -> tuple[Any, Any]:
 
 
 def measure(worker: Any, args: Namespace) -> None:
-    """What each rank runs: all loops in turns. Rank 0 prints {loop: [microseconds a step of each turn]}, and parts."""
+    """What each rank runs: all loops in turns. Rank 0 writes the microseconds a step of each turn, whole and by part."""
     import torch.distributed as dist
 
     from common.run import Run
@@ -244,18 +245,12 @@ def measure(worker: Any, args: Namespace) -> None:
                 parts[loop].append({part: all_of / (BLOCKS * steps) * 1e6 for part, all_of in each})
                 laps[loop].seconds.clear()
         if worker.is_main:
-            middle = {
-                loop: {
-                    part: statistics.median(one.get(part, 0.0) for one in parts[loop])
-                    for part in dict.fromkeys(part for one in parts[loop] for part in one)
-                }
-                for loop in LOOPS
-            }
-            (Path(args.out_dir) / "found.json").write_text(json.dumps({"took": took, "parts": middle}))
+            (Path(args.out_dir) / "found.json").write_text(json.dumps({"took": took, "parts": parts}))
         run.total_steps = run.step
 
 
-def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
+def run_once(case: str, ranks: int, args: Namespace, more: list[str]) -> dict[str, dict[str, list]]:
+    """What `measure` writes, of new processes."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["-g", ranks, "--device", "cpu", "--case", case, "--out-dir", folder, "--save-every", "10h"]
         flags += ["--turns", args.turns, "--seconds", args.seconds, *more]
@@ -263,17 +258,27 @@ def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         if done.returncode:
             sys.exit(f"host.py: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        found = json.loads((Path(folder) / "found.json").read_text())
-    took, parts = found["took"], found["parts"]
-    names = list(dict.fromkeys(part for loop in reversed(LOOPS) for part in parts[loop]))
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
+    runs = [run_once(case, ranks, args, more) for _ in range(args.runs)]
+    took, parts = ({loop: sum((one[what][loop] for one in runs), []) for loop in LOOPS} for what in ("took", "parts"))
+    names = list(dict.fromkeys(part for loop in reversed(LOOPS) for turn in parts[loop] for part in turn))
     for loop in LOOPS:
         ratio = statistics.median(a / b for a, b in zip(took[loop], took["bare"], strict=True))
-        cells = [f"{parts[loop].get(part, 0.0):.0f}" for part in names]
+        cells = [f"{statistics.median(turn.get(part, 0.0) for turn in parts[loop]):.0f}" for part in names]
         head = "| case | ranks | loop | µs a step | of bare | " + " | ".join(names) + " |"
         if loop == "bare":
             print(f"{head}\n{'| --- ' * (head.count('|') - 1)}|")
         time_us = statistics.median(took[loop])
         print(f"| {case} | {ranks} | {loop} | {time_us:.0f} | {ratio:.2f} | {' | '.join(cells)} |", flush=True)
+    if args.runs > 1:
+        each = [
+            statistics.median(a / b for a, b in zip(one["took"]["trainer"], one["took"]["bare"], strict=True))
+            for one in runs
+        ]
+        print(f"\nThe trainer's ratio by run: {' '.join(f'{ratio:.2f}' for ratio in each)}")
     print()
 
 
@@ -286,7 +291,7 @@ def main() -> None:
     for case in args.case.split(","):
         for ranks in map(int, args.ranks.split(",")):
             show(case, ranks, args, more)
-    print(f"Medians of {args.turns} turns. {describe()}")
+    print(f"Medians of {args.runs * args.turns} turns in {args.runs} runs. {describe()}")
 
 
 if __name__ == "__main__":
