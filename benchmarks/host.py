@@ -201,7 +201,7 @@ def recipe(model: Any) -> tuple[Any, Any]:
 
 
 def measure(worker: Any, args: Namespace) -> None:
-    """What each rank runs: all loops in turns. Rank 0 writes the microseconds a step of each turn, whole and by part."""
+    """What each rank runs: all loops in turns. Rank 0 writes each turn's microseconds a step, and those of parts."""
     import torch.distributed as dist
 
     from common.run import Run
@@ -263,7 +263,9 @@ def run_once(case: str, ranks: int, args: Namespace, more: list[str]) -> dict[st
 
 def show(case: str, ranks: int, args: Namespace, more: list[str]) -> None:
     runs = [run_once(case, ranks, args, more) for _ in range(args.runs)]
-    took, parts = ({loop: sum((one[what][loop] for one in runs), []) for loop in LOOPS} for what in ("took", "parts"))
+    took, parts = (
+        {loop: [turn for one in runs for turn in one[what][loop]] for loop in LOOPS} for what in ("took", "parts")
+    )
     names = list(dict.fromkeys(part for loop in reversed(LOOPS) for turn in parts[loop] for part in turn))
     for loop in LOOPS:
         ratio = statistics.median(a / b for a, b in zip(took[loop], took["bare"], strict=True))

@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.uneven.batches import move
 from common.uneven.evaluation import EvaluationSampler
 from common.uneven.loading import dataset_fingerprint, part_loader
+from common.uneven.options.memory import is_out_of_memory, wanted_memory
 
 if TYPE_CHECKING:
     from common.run.run import Run
@@ -21,7 +22,7 @@ class EvaluationLoader:
     def __init__(self, run: "Run", dataset: Dataset, **options: Any):
         self.run, samples, place = run, len(dataset), (run.worker.rank, run.worker.world_size)  # type: ignore[arg-type]
         self.sampler = EvaluationSampler(samples, *place, 1, run.dynamic_batches)
-        self.dataset = dataset
+        self.dataset, self.is_read = dataset, False
         self.loader = part_loader(dataset, self.sampler, **options)
 
     def data_fingerprint(self) -> str:
@@ -32,5 +33,18 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_batch(self.run.eval_batch)
+        self.is_read = True
         for batch in self.loader:
             yield move(batch, self.run.device, self.run.precision.dtype)
+        self.is_read = False
+
+    def too_large(self, error: Exception) -> UserError | None:
+        """What to say of an error of a loop over these batches, if they do not fit into memory."""
+        in_step = self.run.batches.timer.is_marked("begin")
+        if in_step or not self.is_read or not is_out_of_memory(error):
+            return None
+        samples = min(self.sampler.batch, len(self.sampler.shard))
+        return UserError(
+            f"an evaluation of {samples} samples at once does not fit into the memory of {self.run.device} "
+            f"({wanted_memory(error)}): give a smaller --eval-batch; the result stays the same"
+        )

@@ -96,7 +96,12 @@ class Run:
             self.precision = Precision(self.args.precision, self.device, self.args.on_nan)
             self.options = cli.run_options(self.args, self.name)
             self.seed("anything")  # that a trainer draws before it seeds
-            yield self
+            try:
+                yield self
+            except RuntimeError as error:  # a MemoryError is Python's, and need not be of the batch's size
+                if found := next(filter(None, (loader.too_large(error) for loader in self.held_out)), None):
+                    raise found from error
+                raise
             if hasattr(self, "ending"):  # training has begun
                 leave(self)
 

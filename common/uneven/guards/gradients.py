@@ -14,6 +14,7 @@ from common.uneven.guards.same import require_same_network
 from common.uneven.guards.state import ModelState
 from common.uneven.guards.words import shown
 from common.uneven.options.global_batch import needs_whole_parts
+from common.uneven.options.memory import wanted_memory
 from common.uneven.options.timer import StepTimer
 
 IS_REDUCED = "is_summed_over_ranks"  # an attribute that `ddp.wrap` gives the parameters whose gradients it sums
@@ -83,12 +84,10 @@ class Guard:
 
     def too_large(self, error: Exception) -> UserError:
         """What to say of a micro-batch that does not fit."""
-        # "CUDA out of memory. Tried to allocate 2.00 GiB", or "can't allocate memory: you tried to allocate 900 bytes"
-        wanted = str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
         return UserError(
-            f"a micro-batch does not fit into the memory of {self.timer.device} ({wanted}): give a smaller "
-            "--micro-batch, one for each rank (8x64,2x16), or auto, which measures before the first step; the result "
-            "stays the same"
+            f"a micro-batch does not fit into the memory of {self.timer.device} ({wanted_memory(error)}): give a "
+            "smaller --micro-batch, one for each rank (8x64,2x16), or auto, which measures before the first step; the "
+            "result stays the same"
         )
 
     def require_complete(self, all_reduced: bool) -> None:

@@ -58,6 +58,12 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
+def wanted_memory(error: Exception) -> str:
+    """What such an error says of it, in short."""
+    # "CUDA out of memory. Tried to allocate 2.00 GiB", or "can't allocate memory: you tried to allocate 900 bytes"
+    return str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
+
+
 def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> int:
     """The rows to use: doubled until they do not fit, then closer by halves, less a margin. 0 if not even one fits."""
     fits, fails, size = 0, most + 1, 1
