@@ -1,5 +1,6 @@
 """Errors that a person can fix: printed in one line, without a traceback, with an exit code of their own."""
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,16 @@ class MembersChanged(Exception):
     def __init__(self, worker: Any):
         super().__init__("the members of the run have changed")
         self.worker = worker
+
+
+def printed(error: BaseException) -> str:
+    """An error that ends a process, as it is printed: in one line where it explains itself, else with its traceback."""
+    if not isinstance(error, ExplainedError):
+        return "".join(traceback.format_exception(error)).rstrip()
+    text = str(error).strip()
+    if text.startswith("Caught "):  # in a loader's process: torch has added the traceback
+        text = text.splitlines()[-1].partition(": ")[2]
+    return f"{error.kind}: {text}"
 
 
 def before_exit(error: BaseException, action: Callable[[], None]) -> None:

@@ -70,8 +70,10 @@ def test_a_micro_batch_that_does_not_fit_is_named_with_what_to_do(tmp_path, flag
 def test_an_evaluation_that_does_not_fit_is_named_with_what_to_do(tmp_path):
     result = run_limited(limited(tmp_path / "limited_ddp", 80), tmp_path / "run", 8)
     assert result.code == 2 and "Traceback" not in result.output
-    said = r"an evaluation of 180 samples at once does not fit into the memory of cpu \(can't allocate memory: .*\)"
-    assert re.search(f"error: {said}: give a smaller --eval-batch", result.output)
+    said = (
+        r"memory ran out between two steps \(can't allocate memory: .*\), in evaluate, .*train.py, line \d+: if it is"
+    )
+    assert re.search(f"error: {said} an evaluation, give a --eval-batch smaller than 1000;", result.output)
 
 
 def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):

@@ -126,7 +126,7 @@ def _nothing(host: str, port: int) -> str:
     if answers is None:
         return f"{host} does not answer: is it on, and the firewall right?"
     if answers:
-        return f"another program answers there; {SEE}"
+        return f"another program answers there, or a run that is frozen; {SEE}"
     return f"nothing listens there: has the run ended? {SEE[0].upper()}{SEE[1:]}"
 
 

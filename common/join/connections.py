@@ -73,11 +73,18 @@ def _established() -> set[_Connection]:
     folder = Path("/dev/fd")  # Windows has none
     for descriptor in [int(path.name) for path in folder.iterdir()] if folder.is_dir() else []:
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            if _is_socket(descriptor):
                 with socket.socket(fileno=os.dup(descriptor)) as same:
                     if same.type == socket.SOCK_STREAM and same.family in (socket.AF_INET, socket.AF_INET6):
                         found.add(_Connection(descriptor, *_ends(same)))
     return found
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return str(Path(f"/dev/fd/{descriptor}").readlink()).startswith("socket:")
+    except OSError:  # no link, outside of Linux. There, this would wait for a file's disk that hangs
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 
 def _is_open(connection: _Connection) -> bool:

@@ -14,19 +14,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.console import say
+from common.errors import MembersChanged, UserError, printed
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off, ports_of
 from common.join.ended import leave, post
 from common.join.handshake import Handshake
 from common.join.lost import naming_lost_rank, naming_lost_store, others_have_lost_contact, store_request
 from common.join.store import OpenStore, open_store
-from common.join.turn import Turn, Written
+from common.join.turn import Turn, Written, in_time
 from common.join.view import difference, node_of, view_of
 from common.join.waiting import limit, poll
 from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.launch.replacing import FINISHES, WORKS
+from common.launch.within import within
 
 LEAVE_SECONDS = 10.0
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
@@ -65,11 +67,17 @@ class Group:
         turn = self._turn(what)
         with turn.heartbeat():
             if self.worker.is_main:
-                with turn.announcing("rank 0"), turn.while_others_wait(what):
+                with turn.announcing("rank 0"), self.in_time(what):
                     yield
                 return
             turn.wait_for("rank 0", what, watched=[0])
-        yield
+        with self.in_time(what):
+            yield
+
+    def in_time(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """End this rank if the body takes --work-timeout and more, after which the others have given up. For work on
+        files, whose disk may hang: alone on its node, this rank would stay."""
+        return in_time(self.worker, self.options.work_timeout_seconds, what)
 
     @contextlib.contextmanager
     def first_on_node(self, what: str) -> Iterator[None]:
@@ -196,16 +204,29 @@ def group_of(
 
 @contextlib.contextmanager
 def finishing(group: Group) -> Iterator[None]:
-    """Close what is to be closed when the group ends; the supervisor of this node waits for that."""
-    worker = group.worker
+    """Close what is to be closed when the group ends, for at most --work-timeout; the supervisor of this node waits for
+    that."""
+    worker, raised = group.worker, list[BaseException]()
+
+    def give_up() -> None:
+        """What would follow: the error is printed, and the rest is closed."""
+        if raised and not isinstance(raised[0], MembersChanged):
+            say(printed(raised[0]), worker.rank, error=True)
+        within(LEAVE_SECONDS, group.at_end.close)
+
     if worker.board:
         worker.board.note(worker, WORKS)
-    with group.at_end:
+    with contextlib.ExitStack() as limited, group.at_end:
         try:
             yield
+        except BaseException as error:
+            raised.append(error)
+            raise
         finally:
             if worker.board:
                 worker.board.note(worker, FINISHES)
+            most = group.options.work_timeout_seconds, worker.rank
+            limited.enter_context(limit(*most, "what is written as a run ends (--work-timeout)", before_exit=give_up))
     if worker.board:
         worker.board.note(worker, WORKS)  # the trainer's own code; after an error it is about to end
 

@@ -52,6 +52,12 @@ class Written:
                 self.store.delete_key(key)
 
 
+def in_time(worker: Worker, work_timeout_seconds: float, what: str) -> contextlib.AbstractContextManager[None]:
+    """End this rank if the body takes so long that others which came in time have given up: a disk that hangs?"""
+    seconds = work_timeout_seconds + LINGER_SECONDS if worker.world_size > 1 else math.inf
+    return limit(seconds, worker.rank, f"{what} (--work-timeout)")
+
+
 class Turn:
     """One such piece of work, seen from one rank. Every rank makes a Turn of the same name."""
 
@@ -93,7 +99,8 @@ class Turn:
         instead = (lambda: cut_off(self.store)) if self.others_go_on else None
 
         def beat() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
+            # The store is gone, or memory is: the body will find out.
+            with contextlib.suppress(RuntimeError, MemoryError):
                 has_failed = False
                 while not (has_failed or stop.wait(HEARTBEAT_SECONDS)):
                     with limit(*most, instead=instead):
@@ -138,11 +145,6 @@ class Turn:
                 self.store.set("failed", json.dumps(self.failure))
                 self.store.set(f"heard/{self.worker.rank}", "")
             raise
-
-    def while_others_wait(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """End this rank if the body takes so long that others which came in time have given up: a disk that hangs?"""
-        seconds = self.work_timeout_seconds + LINGER_SECONDS if self.worker.world_size > 1 else math.inf
-        return limit(seconds, self.worker.rank, f"{what} (--work-timeout)")
 
     def wait_for(self, name: str, what: str, watched: Iterable[int]) -> None:
         """Wait until `name` is done, and print now and then that this rank waits for `what`.

@@ -16,6 +16,7 @@ Found = TypeVar("Found")
 FIRST_PAUSE_SECONDS = 0.01
 PAUSE = 0.15  # of the time waited so far: the longer the wait, the less often it polls
 LAST_SECONDS = 10.0  # for a body that `instead` has cut short
+CAUSES = "is a node frozen or cut off, or does a disk hang?"
 LONGEST_SECONDS = 3600.0  # of a wait for the next limit: a lock takes no longer timeout than some weeks
 
 
@@ -128,7 +129,7 @@ def limit(
         with contextlib.suppress(Exception):
             before_exit()
         with contextlib.suppress(Exception):
-            say(f"error: {what} did not end within {seconds:.0f} s: is a node frozen or cut off?", rank, error=True)
+            say(f"error: {what} did not end within {seconds:.0f} s: {CAUSES}", rank, error=True)
         os._exit(RunError.exit_code)
 
     clock, mine = _clock, _Limit(seconds, give_up, instead)

@@ -27,6 +27,7 @@ from common.errors import (
     RunError,
     UserError,
     is_known_to_all,
+    printed,
 )
 from common.launch import cli, orphans
 from common.launch.interruption import INTERRUPTED, handle
@@ -164,13 +165,13 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.board:
             _note_end(worker.board, worker, error)
         if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(f"{error.kind}: {_message(error)}", worker.rank, error=True)
+            say(printed(error), worker.rank, error=True)
         return error.exit_code
     if reason := _lost_loader(error):
         cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"
         say(f"error: {reason} ({cause})", worker.rank, error=True)
     else:
-        say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
+        say(printed(error), worker.rank, error=True)
     return 1
 
 
@@ -194,12 +195,6 @@ def _lost_loader(error: BaseException) -> str:
     was_receiving = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
     lost_contact = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
     return "a DataLoader worker exited unexpectedly" if was_receiving and lost_contact else ""
-
-
-def _message(error: ExplainedError) -> str:
-    """Its message; without the traceback that torch adds to an error of a loader's process."""
-    text = str(error).strip()
-    return text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
 
 
 def _end_after_failure(code: int, error: BaseException, alone: bool) -> NoReturn:

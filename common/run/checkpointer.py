@@ -1,11 +1,10 @@
 """When a run writes checkpoints, and how its ranks wait for them."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.console import say
-from common.errors import RunError
-from common.join.turn import SAY_EVERY_SECONDS
-from common.join.waiting import limit
+from common.errors import MembersChanged, RunError, printed
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
 from common.record.resume import Averages, require_all_schedulers
@@ -15,6 +14,8 @@ from common.uneven.guards.same import ranks_that_differ
 
 if TYPE_CHECKING:
     from common.run.run import Run
+
+SAY_AFTER_SECONDS = 1.0  # of a wait for a checkpoint that is being written
 
 
 class Checkpointer:
@@ -32,7 +33,7 @@ class Checkpointer:
         self.averages: Averages | None = None  # from the first exchange on
         self.writer = BackgroundWriter() if self.options.async_save and self.log.output else None
         if self.writer:
-            self.group.at_end.push(self._wait_for_writer)
+            self.group.at_end.push(partial(self._end_writer, self.writer))
 
     def is_due(self, step: int, now: bool) -> bool:
         """True when --save-every, or `now`, has asked for a checkpoint since the last one, and all nodes have the same
@@ -95,19 +96,17 @@ class Checkpointer:
                 if self.writer and self.log.output:
                     self.writer.finish()
 
-    def _wait_for_writer(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """As the group ends, perhaps with an error, which is printed only later: the disk may hang."""
-        rank, seconds, writer = self.group.worker.rank, self.group.options.work_timeout_seconds, self.writer
-        assert writer
-
-        def say_error() -> None:
-            if error:
-                say(f"error: {error}", rank, error=True)
-
-        with limit(seconds, rank, "the checkpoint that was being written (--work-timeout)", before_exit=say_error):
-            if not writer.wait(SAY_EVERY_SECONDS):
-                say("waiting for the checkpoint that is being written", rank)
-                writer.wait()
+    def _end_writer(self, writer: BackgroundWriter, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """As the group ends: wait until the last checkpoint is written. An error is printed after that, so it is named
+        where the wait is long; no error of the writing is lost."""
+        if not writer.wait(SAY_AFTER_SECONDS):
+            waits = "waiting for the checkpoint that is being written"
+            if error and not isinstance(error, MembersChanged):
+                waits += f", before this rank ends with {printed(error).splitlines()[-1]}"
+            say(waits, self.group.worker.rank)
+            writer.wait()
+        if writer.error:
+            say(printed(writer.error), self.group.worker.rank, error=True)
 
     def compare(self, step: int, states: dict[str, Stateful]) -> None:
         """Print which ranks' weights or states differ, which they must not. Every rank must call this."""

@@ -72,16 +72,15 @@ class Ending:
         self.interrupts.all_know = not self.leaving or self.rank in self.leaving
 
     def stop(self, step: int, finish: Callable[[], None]) -> None:
-        """After a checkpoint of `step`, where it is due: let processes in that wait, and ranks leave; or `finish()`
-        and raise Interrupted. Every rank must call this."""
+        """After a checkpoint of `step`, where it is due: `finish()`, and let processes in that wait and ranks leave, or
+        raise Interrupted. Every rank must call this."""
+        if not self.is_due:
+            return
+        finish()
         if self.ends_run:
-            finish()
             dist.barrier()  # so that all ranks end at the same time: a launcher may end those that are left
             raise Interrupted(
                 f"{self.interrupted_by}: ended after step {step}, which is saved; go on with --resume",
                 same_on_every_rank=True,
             )
-        if self.is_due:
-            if self.leaving:
-                finish()
-            self.members.change(self.leaving, self.interrupted_by)
+        self.members.change(self.leaving, self.interrupted_by)

@@ -1,6 +1,7 @@
 """Batches of a held-out set for an evaluation on all ranks."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ class EvaluationLoader:
     def __init__(self, run: "Run", dataset: Dataset, **options: Any):
         self.run, samples, place = run, len(dataset), (run.worker.rank, run.worker.world_size)  # type: ignore[arg-type]
         self.sampler = EvaluationSampler(samples, *place, 1, run.dynamic_batches)
-        self.dataset, self.is_read = dataset, False
+        self.dataset = dataset
         self.loader = part_loader(dataset, self.sampler, **options)
 
     def data_fingerprint(self) -> str:
@@ -33,18 +34,18 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_batch(self.run.eval_batch)
-        self.is_read = True
         for batch in self.loader:
             yield move(batch, self.run.device, self.run.precision.dtype)
-        self.is_read = False
 
-    def too_large(self, error: Exception) -> UserError | None:
-        """What to say of an error of a loop over these batches, if they do not fit into memory."""
-        in_step = self.run.batches.timer.is_marked("begin")
-        if in_step or not self.is_read or not is_out_of_memory(error):
-            return None
-        samples = min(self.sampler.batch, len(self.sampler.shard))
-        return UserError(
-            f"an evaluation of {samples} samples at once does not fit into the memory of {self.run.device} "
-            f"({wanted_memory(error)}): give a smaller --eval-batch; the result stays the same"
-        )
+
+def no_memory(run: "Run", error: Exception) -> UserError | None:
+    """What to say of an error between two steps, as in an evaluation, that is for want of memory; None of any other."""
+    if not is_out_of_memory(error) or not hasattr(run, "log") or run.batches.timer.is_marked("begin"):
+        return None
+    _, trainer, *called = traceback.extract_tb(error.__traceback__)
+    *_, last = (frame for frame in (trainer, *called) if frame.filename == trainer.filename)
+    where = f"{last.name}, {last.filename}, line {last.lineno}"
+    return UserError(
+        f"memory ran out between two steps ({wanted_memory(error)}), in {where}: "
+        f"if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result stays the same"
+    )

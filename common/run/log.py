@@ -80,7 +80,8 @@ class StepLog:
     def writing(self) -> Iterator[None]:
         """Use around work on the files. Where a copy of them cannot be written, the run goes on without that copy."""
         try:
-            yield
+            with self.group.in_time("work on the files of this run"):
+                yield
         except RunError as error:
             if self.group.worker.is_main:
                 raise

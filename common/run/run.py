@@ -28,7 +28,7 @@ from common.record.trackers import Tracker
 from common.run import beginning, order
 from common.run.checkpointer import Checkpointer
 from common.run.ending import Ending, handle_signals
-from common.run.evaluation import EvaluationLoader
+from common.run.evaluation import EvaluationLoader, no_memory
 from common.run.leaving import leave
 from common.run.log import StepLog
 from common.run.precision import Precision
@@ -99,7 +99,7 @@ class Run:
             try:
                 yield self
             except RuntimeError as error:  # a MemoryError is Python's, and need not be of the batch's size
-                if found := next(filter(None, (loader.too_large(error) for loader in self.held_out)), None):
+                if found := no_memory(self, error):
                     raise found from error
                 raise
             if hasattr(self, "ending"):  # training has begun
