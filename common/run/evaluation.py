@@ -42,10 +42,8 @@ def no_memory(run: "Run", error: Exception) -> UserError | None:
     """What to say of an error between two steps, as in an evaluation, that is for want of memory; None of any other."""
     if not is_out_of_memory(error) or not hasattr(run, "log") or run.batches.timer.is_marked("begin"):
         return None
-    _, trainer, *called = traceback.extract_tb(error.__traceback__)
-    *_, last = (frame for frame in (trainer, *called) if frame.filename == trainer.filename)
-    where = f"{last.name}, {last.filename}, line {last.lineno}"
+    _, trainer, *_ = traceback.extract_tb(error.__traceback__)
     return UserError(
-        f"memory ran out between two steps ({wanted_memory(error)}), in {where}: "
-        f"if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result stays the same"
+        f"memory ran out between two steps ({wanted_memory(error)}), in line {trainer.lineno} of {trainer.filename}, "
+        f"`{trainer.line}`: if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result stays the same"
     )
