@@ -45,5 +45,6 @@ def no_memory(run: "Run", error: Exception) -> UserError | None:
     _, trainer, *_ = traceback.extract_tb(error.__traceback__)
     return UserError(
         f"memory ran out between two steps ({wanted_memory(error)}), in line {trainer.lineno} of {trainer.filename}, "
-        f"`{trainer.line}`: if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result stays the same"
+        f"`{trainer.line}`: if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result "
+        "stays the same"
     )
