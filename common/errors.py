@@ -75,10 +75,10 @@ class MembersChanged(Exception):
         self.worker = worker
 
 
-def printed(error: BaseException) -> str:
-    """An error that ends a process, as it is printed: in one line where it explains itself, else with its traceback."""
+def in_one_line(error: BaseException) -> str:
+    """An error as it is printed where it explains itself; of another one, what its traceback ends with."""
     if not isinstance(error, ExplainedError):
-        return "".join(traceback.format_exception(error)).rstrip()
+        return "".join(traceback.format_exception_only(error)).splitlines()[0]
     text = str(error).strip()
     if text.startswith("Caught "):  # in a loader's process: torch has added the traceback
         text = text.splitlines()[-1].partition(": ")[2]

@@ -71,9 +71,9 @@ def test_an_evaluation_that_does_not_fit_is_named_with_what_to_do(tmp_path):
     result = run_limited(limited(tmp_path / "limited_ddp", 80), tmp_path / "run", 8)
     assert result.code == 2 and "Traceback" not in result.output
     said = (
-        r"memory ran out between two steps \(can't allocate memory: .*\), in line \d+ of .*train.py, `run.log_eval.*`"
+        r"memory ran out between two steps \(can't allocate memory: .*\), in train > evaluate > .*train.py\): if it is"
     )
-    assert re.search(f"error: {said}: if it is an evaluation, give a --eval-batch smaller than 1000;", result.output)
+    assert re.search(f"error: {said} an evaluation, give a --eval-batch smaller than 1000;", result.output)
 
 
 def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):

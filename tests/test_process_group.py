@@ -347,6 +347,21 @@ def test_a_rank_whose_own_work_never_ends_is_ended_once_the_others_have_given_up
     assert said != SINCE or gave_up.search(first.output), first.output  # why the other one has failed
 
 
+OWN_PART = """
+        turns.LINGER_SECONDS = 6.0
+        group = replace(group, options=replace(group.options, work_timeout_seconds=2.0))
+        with group.others_wait("rank 0, which saves"):
+            if not worker.is_main:
+                time.sleep(3600)
+"""
+
+
+def test_a_rank_that_does_its_own_part_after_rank_0_is_ended_too_where_that_never_ends(tmp_path):
+    _, second = playing_body(OWN_PART, tmp_path, (1, 1)).results()
+    own = "this rank's own part of the work of rank 0, which saves, (--work-timeout) did not end within 8 s"
+    assert second.code == 1 and own in second.output, second.output
+
+
 LONG = """
         turns.LINGER_SECONDS = 0.0
         group = replace(group, options=replace(group.options, work_timeout_seconds=5.0))

@@ -14,8 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.console import say
-from common.errors import MembersChanged, UserError, printed
+from common.errors import MembersChanged, UserError
 from common.join import devices, interfaces, network
 from common.join.connections import Connections, cut_off, ports_of
 from common.join.ended import leave, post
@@ -29,6 +28,7 @@ from common.launch.layout import Worker
 from common.launch.options import JoinOptions
 from common.launch.replacing import FINISHES, WORKS
 from common.launch.within import within
+from common.launch.worker import explain
 
 LEAVE_SECONDS = 10.0
 VERDICT_SECONDS = 40.0  # after --join-timeout, for rank 0 to say who is missing and for the others to read it
@@ -71,12 +71,12 @@ class Group:
                     yield
                 return
             turn.wait_for("rank 0", what, watched=[0])
-        with self.in_time(what):
+        with self.in_time(f"this rank's own part of the work of {what},"):
             yield
 
     def in_time(self, what: str) -> contextlib.AbstractContextManager[None]:
         """End this rank if the body takes --work-timeout and more, after which the others have given up. For work on
-        files, whose disk may hang: alone on its node, this rank would stay."""
+        files, whose disk may hang: alone on its node, this rank would stay. A run of one rank has no such limit."""
         return in_time(self.worker, self.options.work_timeout_seconds, what)
 
     @contextlib.contextmanager
@@ -208,11 +208,10 @@ def finishing(group: Group) -> Iterator[None]:
     that."""
     worker, raised = group.worker, list[BaseException]()
 
-    def give_up() -> None:
-        """What would follow: the error is printed, and the rest is closed."""
-        if raised and not isinstance(raised[0], MembersChanged):
-            say(printed(raised[0]), worker.rank, error=True)
-        within(LEAVE_SECONDS, group.at_end.close)
+    def give_up() -> int | None:
+        """Do what would follow, and return the exit code."""
+        within(LEAVE_SECONDS, group.at_end.close)  # the rest of it
+        return explain(worker, raised[0]) if raised and not isinstance(raised[0], MembersChanged) else None
 
     if worker.board:
         worker.board.note(worker, WORKS)
@@ -226,7 +225,9 @@ def finishing(group: Group) -> Iterator[None]:
             if worker.board:
                 worker.board.note(worker, FINISHES)
             most = group.options.work_timeout_seconds, worker.rank
-            limited.enter_context(limit(*most, "what is written as a run ends (--work-timeout)", before_exit=give_up))
+            limited.enter_context(
+                limit(*most, "what this rank writes in the end (--work-timeout)", before_exit=give_up)
+            )
     if worker.board:
         worker.board.note(worker, WORKS)  # the trainer's own code; after an error it is about to end
 

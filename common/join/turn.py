@@ -99,11 +99,10 @@ class Turn:
         instead = (lambda: cut_off(self.store)) if self.others_go_on else None
 
         def beat() -> None:
-            # The store is gone, or memory is: the body will find out.
-            with contextlib.suppress(RuntimeError, MemoryError):
+            with contextlib.suppress(RuntimeError):  # the store is gone: the body will find out
                 has_failed = False
                 while not (has_failed or stop.wait(HEARTBEAT_SECONDS)):
-                    with limit(*most, instead=instead):
+                    with contextlib.suppress(MemoryError), limit(*most, instead=instead):
                         self.store.add(self.written.writes(f"heartbeat/{self.worker.rank}"), 1)
                         has_failed = self.known_failure() is not None and not self.others_go_on
             if not self.others_go_on:  # else they go on without this one

@@ -115,22 +115,24 @@ def limit(
     seconds: float,
     rank: int | None,  # that says so
     what: str,
-    before_exit: Callable[[], None] = lambda: None,
+    before_exit: Callable[[], int | None] = lambda: None,
     instead: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """End this process, with one line, if the body takes too long: for calls into torch that may never return.
 
     A store on a frozen host answers no call, and NCCL connects without a timeout: a deadline that Python checks would
-    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far. So
-    does `instead`, which makes the body fail: the process ends only where that does not help.
+    never be reached. `before_exit` runs in another thread while the body hangs. It may print what is known so far, and
+    return an exit code. `instead` runs there too, and makes the body fail: the process ends only where that does not
+    help.
     """
 
     def give_up() -> None:
+        code = None
         with contextlib.suppress(Exception):
-            before_exit()
+            code = before_exit()
         with contextlib.suppress(Exception):
             say(f"error: {what} did not end within {seconds:.0f} s: {CAUSES}", rank, error=True)
-        os._exit(RunError.exit_code)
+        os._exit(code or RunError.exit_code)
 
     clock, mine = _clock, _Limit(seconds, give_up, instead)
     try:

@@ -9,15 +9,16 @@ Found = TypeVar("Found")
 
 
 def within(seconds: float, action: Callable[[], Found]) -> Found | None:
-    """What `action` returns; None where it raises RuntimeError or takes longer. A thread runs it, because a store may
-    not answer. threading.Thread is not used: its start() waits, forever where no memory is left for its first step."""
+    """What `action` returns; None where it raises RuntimeError or OSError, or takes longer. A thread runs it, because a
+    store may not answer. threading.Thread is not used: its start() waits, forever where no memory is left for its first
+    step."""
     found: list[Found] = []
     ended = _thread.allocate_lock()
     ended.acquire()
 
     def run() -> None:
         try:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, OSError):
                 found.append(action())
         finally:
             ended.release()

@@ -26,8 +26,8 @@ from common.errors import (
     MembersChanged,
     RunError,
     UserError,
+    in_one_line,
     is_known_to_all,
-    printed,
 )
 from common.launch import cli, orphans
 from common.launch.interruption import INTERRUPTED, handle
@@ -99,11 +99,11 @@ def run(target: str, worker: Worker, args: Namespace, supervisor: int | None = N
     try:
         _train(target, places, args)
     except (ExplainedError, KeyboardInterrupt) as error:
-        _end_after_failure(_explain(places[-1], error), error, alone)
+        _end_after_failure(explain(places[-1], error), error, alone)
     except Exception as error:
         if alone and not _lost_loader(error):
             raise  # Python prints the traceback, and a debugger may look at it
-        _end_after_failure(_explain(places[-1], error), error, alone)
+        _end_after_failure(explain(places[-1], error), error, alone)
     flush()
     sys.exit(0)
 
@@ -157,7 +157,7 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _explain(worker: Worker, error: BaseException) -> int:
+def explain(worker: Worker, error: BaseException) -> int:
     """Print the error that ended this worker, once per node if it is the same on every rank. Returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
@@ -165,13 +165,13 @@ def _explain(worker: Worker, error: BaseException) -> int:
         if worker.board:
             _note_end(worker.board, worker, error)
         if worker.local_rank == 0 or not error.same_on_every_rank:
-            say(printed(error), worker.rank, error=True)
+            say(in_one_line(error), worker.rank, error=True)
         return error.exit_code
     if reason := _lost_loader(error):
         cause = "a crash, no memory, or a `kill` of it or of its fork server: see `dmesg`"
         say(f"error: {reason} ({cause})", worker.rank, error=True)
     else:
-        say(printed(error), worker.rank, error=True)
+        say("".join(traceback.format_exception(error)).rstrip(), worker.rank, error=True)
     return 1
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.console import say
-from common.errors import MembersChanged, RunError, printed
+from common.errors import MembersChanged, RunError, in_one_line
 from common.record import checkpoint
 from common.record.background import BackgroundWriter
 from common.record.resume import Averages, require_all_schedulers
@@ -102,11 +102,11 @@ class Checkpointer:
         if not writer.wait(SAY_AFTER_SECONDS):
             waits = "waiting for the checkpoint that is being written"
             if error and not isinstance(error, MembersChanged):
-                waits += f", before this rank ends with {printed(error).splitlines()[-1]}"
+                waits += f", before this rank ends with {in_one_line(error)}"
             say(waits, self.group.worker.rank)
             writer.wait()
         if writer.error:
-            say(printed(writer.error), self.group.worker.rank, error=True)
+            say(in_one_line(writer.error), self.group.worker.rank, error=True)
 
     def compare(self, step: int, states: dict[str, Stateful]) -> None:
         """Print which ranks' weights or states differ, which they must not. Every rank must call this."""

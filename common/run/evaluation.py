@@ -3,6 +3,7 @@
 import contextlib
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -42,9 +43,10 @@ def no_memory(run: "Run", error: Exception) -> UserError | None:
     """What to say of an error between two steps, as in an evaluation, that is for want of memory; None of any other."""
     if not is_out_of_memory(error) or not hasattr(run, "log") or run.batches.timer.is_marked("begin"):
         return None
-    _, trainer, *_ = traceback.extract_tb(error.__traceback__)
+    _, *frames = traceback.extract_tb(error.__traceback__)
+    called = [frame for frame in frames if Path(frame.filename).parent == Path(frames[0].filename).parent]
+    where = f"{' > '.join(frame.name for frame in called)} (line {called[-1].lineno} of {called[-1].filename})"
     return UserError(
-        f"memory ran out between two steps ({wanted_memory(error)}), in line {trainer.lineno} of {trainer.filename}, "
-        f"`{trainer.line}`: if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result "
-        "stays the same"
+        f"memory ran out between two steps ({wanted_memory(error)}), in {where}: "
+        f"if it is an evaluation, give a --eval-batch smaller than {run.eval_batch}; its result stays the same"
     )

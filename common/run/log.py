@@ -149,7 +149,7 @@ class StepLog:
     def _write_trace(self, trace: Trace) -> None:
         """Every rank must call this."""
         self.trace = None
-        with self.clock.pause():
+        with self.clock.pause(), self.group.in_time("work on the files of this run"):
             folder = self.output.folder if self.output else None
             said = write_trace(trace, self.group, folder, self.nodes_apart)
         if said:

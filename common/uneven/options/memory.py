@@ -61,7 +61,9 @@ def is_out_of_memory(error: Exception) -> bool:
 def wanted_memory(error: Exception) -> str:
     """What such an error says of it, in short."""
     # "CUDA out of memory. Tried to allocate 2.00 GiB", or "can't allocate memory: you tried to allocate 900 bytes"
-    return str(error).rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
+    lines = str(error).strip().splitlines()
+    line = lines[-1 if lines[0].startswith("Caught ") else 0]  # in a loader's process: torch has added the traceback
+    return line.rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
 
 
 def _largest(net: torch.nn.Module, trial: Callable[[int], None], most: int) -> int:
