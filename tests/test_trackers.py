@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.harness import MNIST, play
-from tests.trainers import altered
+from tests.harness import MNIST, nodes_of, play, playing
+from tests.trainers import NEXT_STEP, altered
 
 FLAGS = ("--dataset", "digits", "--global-batch", 144, "--max-steps", 4)
 REPORT = 'with Run(worker, args, name="mnist") as run:'
@@ -94,3 +94,23 @@ def test_a_run_with_nothing_left_to_do_closes_its_trackers(tracked, tmp_path):
     trainer = altered(tmp_path / "tracked_ddp", {REPORT: GIVEN})
     play(trainer, (1,), tmp_path / "run", *FLAGS, "--resume")
     assert json.loads((tmp_path / "run" / "rows-of-0-a.json").read_text()) == []
+
+
+HANGS = """\
+from common.errors import UserError
+
+    def hangs(row):
+        pass
+
+    hangs.close = lambda: __import__("time").sleep(3600)
+    """
+
+
+def test_a_tracker_whose_close_hangs_does_not_hold_a_run_that_ends_with_an_error(tmp_path):
+    given = HANGS + REPORT.replace(") as", ", trackers=[hangs]) as")
+    fails = "            if run.step == 2:\n                raise UserError('no more')\n"
+    trainer = altered(tmp_path / "hung_ddp", {REPORT: given, NEXT_STEP: fails + NEXT_STEP})
+    nodes = nodes_of((1, 1), tmp_path / "run", *FLAGS, "--work-timeout", 3)
+    first, second = playing(trainer, nodes, tmp_path).results()
+    gives_up = "error: no more\n[0] error: what this rank writes in the end (--work-timeout) did not end within 3 s"
+    assert first.code == second.code == 2 and gives_up in first.output, first.output
