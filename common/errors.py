@@ -79,10 +79,13 @@ def in_one_line(error: BaseException) -> str:
     """An error as it is printed where it explains itself; of another one, what its traceback ends with."""
     if not isinstance(error, ExplainedError):
         return "".join(traceback.format_exception_only(error)).splitlines()[0]
+    return f"{error.kind}: {own_words(error)}"
+
+
+def own_words(error: BaseException) -> str:
+    """The message of an error; without the traceback that torch adds to one of a loader's process."""
     text = str(error).strip()
-    if text.startswith("Caught "):  # in a loader's process: torch has added the traceback
-        text = text.splitlines()[-1].partition(": ")[2]
-    return f"{error.kind}: {text}"
+    return text.splitlines()[-1].partition(": ")[2] if text.startswith("Caught ") else text
 
 
 def before_exit(error: BaseException, action: Callable[[], None]) -> None:

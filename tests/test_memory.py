@@ -3,7 +3,9 @@
 import re
 
 import pytest
+import torch
 
+from common.uneven.options.memory import is_out_of_memory, wanted_memory
 from tests.harness import MNIST, largest_difference, losses, nodes_of, play, playing, run, weights
 from tests.trainers import altered
 
@@ -74,6 +76,11 @@ def test_an_evaluation_that_does_not_fit_is_named_with_what_to_do(tmp_path):
         r"memory ran out between two steps \(can't allocate memory: .*\), in train > evaluate > .*train.py\): if it is"
     )
     assert re.search(f"error: {said} an evaluation, give a --eval-batch smaller than 1000;", result.output)
+
+
+def test_an_error_that_says_nothing_of_its_size_is_one_of_memory_all_the_same():
+    error = torch.OutOfMemoryError()
+    assert is_out_of_memory(error) and wanted_memory(error) == ""
 
 
 def test_a_model_with_statistics_over_the_global_batch_refuses_it(tmp_path):

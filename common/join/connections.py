@@ -83,7 +83,7 @@ def _established() -> set[_Connection]:
 def _is_socket(descriptor: int) -> bool:
     try:
         return str(Path(f"/dev/fd/{descriptor}").readlink()).startswith("socket:")
-    except OSError:  # no link, outside of Linux. There, this would wait for a file's disk that hangs
+    except OSError:  # outside of Linux it is no link. On Linux, fstat would wait for a disk that hangs
         return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
 
 

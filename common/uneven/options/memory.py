@@ -7,7 +7,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError
+from common.errors import UserError, own_words
 from common.uneven.kept import unchanged
 from common.uneven.options.global_batch import needs_whole_parts
 
@@ -61,8 +61,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def wanted_memory(error: Exception) -> str:
     """What such an error says of it, in short."""
     # "CUDA out of memory. Tried to allocate 2.00 GiB", or "can't allocate memory: you tried to allocate 900 bytes"
-    lines = str(error).strip().splitlines()
-    line = lines[-1 if lines[0].startswith("Caught ") else 0]  # in a loader's process: torch has added the traceback
+    line = own_words(error).partition("\n")[0]
     return line.rpartition("DefaultCPUAllocator: ")[2].partition(". GPU")[0].partition(". Error code")[0]
 
 
