@@ -34,8 +34,8 @@ UNUSUAL_STEPS = 1  # with new shares, for whose sizes libraries prepare
 class Balancer:
     """Times the ranks and changes the plan's shares. Every rank makes one, with its own timer.
 
-    Only forward and backward count as a rank's speed, without loading, waiting and transfer. The first shares come
-    from the first eight steps, which train as all others.
+    What counts of a rank's step are its forward, its backward, its update, and of the exchange what all wait for;
+    loading does not. The first shares come from the first eight steps, which train as all others.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Balancer:
             self.work.append(work)
         if len(self.work) == self.window_steps:
             times = self.timer.latest(self.window_steps)
-            of_steps = [self.work, [one.passes for one in times], [one.update for one in times]]
-            mine = [self.sampler.next_step, *itertools.chain(*of_steps)]
+            of_steps = zip(*((one.passes, one.update, one.exchange) for one in times), strict=True)
+            mine = [self.sampler.next_step, *itertools.chain(self.work, *of_steps)]
             self.exchange = Exchange(mine, self.timer.device, self.sampler.epoch)
             self.work = []
         return changed
@@ -87,9 +87,9 @@ class Balancer:
             return False
         exchange, self.exchange = self.exchange, None
         next_steps, of_steps = np.split(exchange.numbers(), [1])
-        work, passes, update = of_steps.reshape(3, -1, len(self.plan.shares))
+        work, passes, update, exchanged = of_steps.reshape(4, -1, len(self.plan.shares))
         self.window_steps = next_window(passes + update)
-        self.speeds.note(work, passes, update)
+        self.speeds.note(work, passes, update, exchanged)
         is_other_epoch = exchange.epoch != self.sampler.epoch
         if is_other_epoch and self.window_steps % self.plan.steps_per_epoch:  # a later window decides
             return False

@@ -16,39 +16,60 @@ from common.uneven.plan import fastest, split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
-SURE = 3.0  # standard errors that a change of a speed, or a gain, must be larger than
+SURE = 3.0  # standard errors that a change of a speed must be larger than
+SURE_GAIN = 2.0  # the same, for a gain of time
 LEAST_NOISE = 0.01  # of a window, as a part of its mean time
 WINDOWS = 20  # windows kept
 FEWEST = 3  # windows that count, also such with other shares
 MOST_SAMPLES = 200  # steps of these that are looked at
 GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
 GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
+STALL = 2.0  # times the usual time of an exchange, above which a rank has stalled in it
+CLEARLY = 3.0  # times as long as all others together stall, above which it is sure which rank that was
+MEDIAN_ERROR = 1.86  # the standard error of a median, in median absolute deviations over the root of the count
+ARRIVALS = 5  # steps in which a rank was the last to come, from which on they tell how long its exchange takes
 ROUNDS = 30  # of the search for the best shares
 RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 WORSE = 1.15  # of the time of a step before a change, above which the change is taken back
-PATIENCE = 8  # windows after that, without a change; and each further time twice as many
+PATIENCE = 20  # windows after that, without a change
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
 class Window(NamedTuple):
-    """Some steps with the same shares: float64 (steps, ranks) each."""
+    """Some steps with the same shares: float64 (steps, ranks) each, milliseconds but for `work`."""
 
     work: np.ndarray
-    passes: np.ndarray  # milliseconds of forward and backward
-    update: np.ndarray  # milliseconds of the optimizer's step
+    passes: np.ndarray  # forward and backward
+    update: np.ndarray  # the optimizer's step
+    exchange: np.ndarray  # from the end of a rank's passes until the gradients of all are summed
+
+
+class Before(NamedTuple):
+    """What a change of the shares has changed."""
+
+    weights: tuple[float, ...]
+    shares: np.ndarray  # (ranks,)
+    took: float  # milliseconds of a step
+
+    def is_better(self, now: np.ndarray, took: float, best: np.ndarray) -> bool:
+        """Whether steps were faster with these shares than they are now, and the best ones are nearer to these."""
+        return took > self.took and bool(abs(best - self.shares).sum() < abs(now - self.shares).sum() / 2)
 
 
 class Speeds:
     """What is known of the ranks' speeds, from the windows that are noted.
 
-    In step s, rank r computes for `cost[s, r] * (work[r] + overhead[r]) + update[s, r]` milliseconds, and the step
-    takes as long as its slowest rank. The best shares are those with which the recorded steps would have taken the
-    least time on average. So a rank whose speed is high and low in turns, such as one whose processor is taken away in
+    In step s, rank r takes `cost[s, r] * (work[r] + overhead[r]) + exchange[r] + update[s, r]` milliseconds, and the
+    step as long as its slowest rank. The best shares are those with which the recorded steps would have taken the least
+    time on average. So a rank whose speed is high and low in turns, such as one whose processor is taken away in
     slices, gets less than by its mean speed: nobody gains where it is fast, and all wait where it is slow. Where the
     speed of a rank has changed, all that was found before is forgotten.
+
+    No share makes the exchange itself shorter, but who is slow in computing may be slow in it too. What it takes after
+    the last rank has come is that rank's, and what it takes when somebody stalls, that one's.
 
     New shares have a price, because libraries prepare for each size of a batch: a gain must be larger than the noise.
     Those with which steps take longer are taken back: a rank may seem fast because what it has to do fits into one
@@ -58,38 +79,43 @@ class Speeds:
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=WINDOWS)
         self.with_these_shares = 0  # windows
-        self.last: Window  # of each rank its last step with work: (1, ranks)
+        self.last: Sequence[np.ndarray]  # each rank's mean work, passes and update when it last had work: (1, ranks) each
         self.idle: list[int] = []  # windows since a rank had work
         self.overhead = np.zeros(0)  # what each rank's pass costs besides its work, in units of work
+        self.exchange = np.zeros(0)  # milliseconds that it takes once this rank has come as the last one
+        self.stalls: deque[np.ndarray] = deque(maxlen=FEWEST)  # of each window: milliseconds a step, of each rank
         self.step_work = 0.0  # of a step, over all ranks
         # How much each rank's cost differs from one window to the next, as a logarithm.
         self.differences: deque[list[float]] = deque(maxlen=WINDOWS)
-        # The weights before a change of which no window is known yet, and the milliseconds of a step with them.
-        self.unjudged: tuple[tuple[float, ...], float] | None = None
+        self.before: Before | None = None  # the last change
+        self.is_new = False  # no window is known yet with these shares
         self.time_before = 0.0  # of the last change that was taken back
-        self.wait, self.patience = 0, PATIENCE  # windows until the next change, and after the next that is taken back
+        self.wait = 0  # windows until the next change
         # Whether steps have become slower by the last change of a speed; else a rank has become faster, or seems so.
         self.is_slower = True
 
-    def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray) -> None:
-        """Note a window: each rank's work, and the milliseconds of its passes and of its update, (steps, ranks)."""
+    def note(self, work: np.ndarray, passes: np.ndarray, update: np.ndarray, exchange: np.ndarray) -> None:
+        """Note a window: each rank's work, and the milliseconds of its passes, of its update, and of its exchange from
+        the end of its passes on: (steps, ranks) each."""
         done = work.sum(axis=0)
         if not done.any():  # nothing is known
             return
+        passes, exchange = self._with_stalls(passes, exchange)
         self.step_work = float(done.sum()) / len(work)
         means = [one.mean(axis=0, keepdims=True) for one in (work, passes, update)]
         if not self.idle:  # the first window: who has no work in it is taken to be as slow as the slowest
             slowest = (passes.sum(axis=0) / np.where(done, done, np.inf)).max()
-            self.last, self.overhead = Window(*np.broadcast_arrays(1.0, slowest, means[2])), np.zeros(len(done))
+            self.last = np.broadcast_arrays(1.0, slowest, means[2])
+            self.overhead = self.exchange = np.zeros(len(done))
         was_idle = np.array(self.idle or [0] * len(done))
         self.idle = np.where(done, 0, was_idle + 1).tolist()
-        self.last = Window(*(np.where(done, now, then) for now, then in zip(means, self.last, strict=True)))
+        self.last = [np.where(done, now, then) for now, then in zip(means, self.last, strict=True)]
         # In a small step, such as an epoch's last one, what each pass costs besides its samples would count as theirs.
         whole = work.sum(axis=1) >= np.median(work.sum(axis=1)) / 2
-        self.windows.append(Window(work[whole], passes[whole], update[whole]))
+        self.windows.append(Window(work[whole], passes[whole], update[whole], exchange[whole]))
         for back in np.flatnonzero(done * was_idle):  # what was known of these ranks is old
             for one in self.windows:
-                for values, now in zip(one, self.last, strict=True):
+                for values, now in zip(one[:3], self.last, strict=True):
                     values[:, back] = now[0, back]
         self.with_these_shares += 1
         costs = [np.maximum(self._costs(one)[0].mean(axis=0), 1e-12).tolist() for one in self.windows]
@@ -100,13 +126,29 @@ class Speeds:
         if recent := max(map(windows_since_change, of_ranks, self.noise)):
             self._forget(recent)
         self._find_overhead()
+        self._find_exchange()
+
+    def _with_stalls(self, passes: np.ndarray, exchange: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(passes, exchange), in which a stall in an exchange counts as the passes of the rank that stalls: a processor
+        that is taken away stops it in both. Which one that is, only their passes tell, because all wait for it."""
+        self.stalls.append(np.maximum(passes - np.median(passes, axis=0), 0.0).mean(axis=0))
+        after = exchange.min(axis=1)  # the last one has come
+        usual = np.median(np.concatenate([after, *(one.exchange.min(axis=1) for one in self.windows)]))
+        stall = np.maximum(after - STALL * usual, 0.0)
+        of_ranks = np.sum(self.stalls, axis=0)
+        stalls = int(of_ranks.argmax())
+        if of_ranks[stalls] < CLEARLY * (of_ranks.sum() - of_ranks[stalls]):
+            return passes, exchange
+        passes = passes.copy()
+        passes[:, stalls] = np.where(stall, passes.max(axis=1) + stall, passes[:, stalls])
+        return passes, exchange - stall[:, None]
 
     def _costs(self, steps: Window) -> tuple[np.ndarray, np.ndarray]:
         """(milliseconds for a unit of work, milliseconds besides) of each step: that of a rank without work is what it
         was when it had some."""
         work, passes = (np.where(steps.work, *of) for of in zip(steps[:2], self.last[:2], strict=True))
         cost = passes / (work + self.overhead)
-        return cost, steps.update + cost * self.overhead
+        return cost, steps.update + cost * self.overhead + self.exchange
 
     def _recent(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """As `_costs`, and the number of the window, of the steps that count: those with these shares, and with others
@@ -133,13 +175,25 @@ class Speeds:
         found = np.where(is_sure, time * spread / np.where(is_sure, slope, 1.0) - typical, 0.0)
         self.overhead = np.clip(np.where(can_tell, found, self.overhead), 0.0, work[-1])
 
+    def _find_exchange(self) -> None:
+        """As long as it is not sure that a rank's exchange takes longer than others', or less long, it counts as the
+        usual one."""
+        exchange = np.concatenate([one.exchange for one in self.windows])
+        last, after = exchange.argmin(axis=1), exchange.min(axis=1)
+        self.exchange = np.full(len(self.idle), np.median(after))
+        for rank, usual in enumerate(self.exchange):
+            if len(own := after[last == rank]) >= ARRIVALS:
+                typical = np.median(own)
+                error = MEDIAN_ERROR * np.median(abs(own - typical)) / sqrt(len(own))
+                self.exchange[rank] = typical if abs(typical - usual) > SURE * error else usual
+
     def _forget(self, but: int) -> None:
         """Forget all windows but the last ones."""
         if before := [self.windows.popleft() for _ in range(len(self.windows) - but)]:
-            self.overhead = np.zeros(len(self.idle))
+            self.overhead = self.exchange = np.zeros(len(self.idle))
             self.is_slower = mean(map(_time, self.windows)) > WORSE * mean(map(_time, before))
             if self.is_slower:
-                self.wait, self.patience = 0, PATIENCE
+                self.wait, self.time_before = 0, 0.0
 
     @property
     def noise(self) -> list[float]:
@@ -154,11 +208,11 @@ class Speeds:
         whole samples, unless parts of batches follow the weights as they are, in tokens."""
         if not self.windows:
             return None
-        before, self.unjudged = self.unjudged, None
-        if before and _time(self.windows[-1]) > WORSE * before[1]:
-            self.wait, self.patience = self.patience, min(2 * self.patience, WINDOWS)
-            self.time_before, self.with_these_shares = before[1], 0
-            return before[0]
+        is_new, self.is_new = self.is_new, False
+        if is_new and self.before and _time(self.windows[-1]) > WORSE * self.before.took:
+            self._begin_to_wait(self.before)
+            self.with_these_shares = 0
+            return self.before.weights
 
         def used(weights: np.ndarray) -> np.ndarray:
             """The shares that follow these weights."""
@@ -169,16 +223,22 @@ class Speeds:
         search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
         best = now if self._waits() else search(now, unit, used)
         if (best != now).any():
-            recent = list(self.windows)[-self.with_these_shares :]
-            self.unjudged = tuple(weights), mean(map(_time, recent))
+            took = mean(map(_time, list(self.windows)[-self.with_these_shares :]))
+            if self.before and self.before.is_better(now, took, best):
+                self._begin_to_wait(self.before)
+            self.before, self.is_new = Before(tuple(weights), now, took), True
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
             best[probes] = np.maximum(best[probes], 1.0)
-            self.unjudged = None  # the step will take as long as that rank
+            self.is_new = False  # the step will take as long as that rank
         if (best == now).all():
             return None
         self.with_these_shares = 0
         return tuple(best.tolist())
+
+    def _begin_to_wait(self, before: "Before") -> None:
+        """For the shares before are better."""
+        self.wait, self.time_before = PATIENCE, before.took
 
     def _waits(self) -> bool:
         """Whether to change nothing now, because a change was taken back. Not where steps are as slow without it: then
@@ -192,7 +252,7 @@ class Speeds:
         """From the medians, because of few windows noise is not known."""
         cost, besides = (np.median(of_steps, axis=0) for of_steps in self._recent()[:2])
         best = np.array(fastest((cost * unit).tolist(), besides.tolist(), now.sum()))
-        if not self.is_slower or self.patience > PATIENCE:
+        if not self.is_slower or self.time_before:
             best = capped(best, most_at_once(now, GROWTH_IF_FASTER))
         best = used(best)
         gain = (cost * unit * best + besides).max() / (cost * unit * now + besides).max()
@@ -206,13 +266,13 @@ class Speeds:
         best = used(least_time(cost[chosen], besides[chosen], now))
         before, after = ((cost[chosen] * one + besides[chosen]).max(axis=1) for one in (now, best))
         gains = [float((before - after)[window[chosen] == one].mean()) for one in np.unique(window[chosen])]
-        is_sure = len(gains) > 1 and mean(gains) > SURE * stdev(gains) / sqrt(len(gains))
+        is_sure = len(gains) > 1 and mean(gains) > SURE_GAIN * stdev(gains) / sqrt(len(gains))
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
 
 
 def _time(window: Window) -> float:
-    """Mean milliseconds that the slowest rank computes."""
-    return float((window.passes + window.update).max(axis=1).mean())
+    """Mean milliseconds of a step."""
+    return float(((window.passes + window.update).max(axis=1) + window.exchange.min(axis=1)).mean())
 
 
 def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:
