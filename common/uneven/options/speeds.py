@@ -79,7 +79,9 @@ class Speeds:
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=WINDOWS)
         self.with_these_shares = 0  # windows
-        self.last: Sequence[np.ndarray]  # each rank's mean work, passes and update when it last had work: (1, ranks) each
+        self.last: Sequence[
+            np.ndarray
+        ]  # each rank's mean work, passes and update when it last had work: (1, ranks) each
         self.idle: list[int] = []  # windows since a rank had work
         self.overhead = np.zeros(0)  # what each rank's pass costs besides its work, in units of work
         self.exchange = np.zeros(0)  # milliseconds that it takes once this rank has come as the last one
