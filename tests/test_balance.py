@@ -268,6 +268,27 @@ def test_a_change_is_judged_by_the_first_window_after_which_shares_can_change():
     assert speeds.better_shares(256, (171, 85)) == (128, 128)
 
 
+def test_after_a_change_that_was_taken_back_one_in_the_other_direction_is_made():
+    speeds, shares, found = Speeds(), (128, 128), []
+    for costs in [[4.0, 1.0], *[[1.0, 4.0]] * 14]:  # the first window was not typical
+        work = np.array([shares] * WINDOW_STEPS, dtype=float)
+        note(speeds, work, work * costs, np.zeros_like(work))
+        if weights := speeds.better_shares(256, shares):
+            shares = split(256, weights)
+        found.append(shares[1])
+    assert found[:2] == [205, 128] and shares[1] == pytest.approx(51, abs=5), found
+
+
+def test_one_slow_step_right_after_a_change_does_not_take_it_back():
+    speeds, shares = Speeds(), (128, 128)
+    for slow in (0.0, 3000.0):
+        passes = (work := np.array([shares] * WINDOW_STEPS, dtype=float)) * [1.0, 4.0]
+        passes[2, 0] += slow
+        note(speeds, work, passes, np.zeros_like(work))
+        shares = split(256, speeds.better_shares(256, shares) or shares)
+        assert shares == (205, 51)
+
+
 @pytest.mark.parametrize("window", [20, 26, 29, 35, 38])  # right after it is asked, it takes some windows more
 def test_a_rank_that_is_asked_again_and_is_still_slow_does_not_keep_others_from_being_followed(window):
     cluster = Cluster([1.0, 1.0, 0.001], update_ms=0.0)

@@ -34,7 +34,7 @@ RARE = 0.02  # of the steps, the slowest, that do not count
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 WORSE = 1.15  # of the time of a step before a change, above which the change is taken back
-PATIENCE = 20  # windows after that, without a change
+PATIENCE = 20  # windows after that, without a change in the same direction
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
@@ -91,8 +91,9 @@ class Speeds:
         self.differences: deque[list[float]] = deque(maxlen=WINDOWS)
         self.before: Before | None = None  # the last change
         self.is_new = False  # no window is known yet with these shares
-        self.time_before = 0.0  # of the last change that was taken back
-        self.wait = 0  # windows until the next change
+        # Of the last change that was taken back: the shares before and after it, the milliseconds of a step before it,
+        # and the windows until others in its direction may be tried.
+        self.better, self.worse, self.time_before, self.wait = np.zeros(0), np.zeros(0), 0.0, 0
         # Whether steps have become slower by the last change of a speed; else a rank has become faster, or seems so.
         self.is_slower = True
 
@@ -210,11 +211,6 @@ class Speeds:
         whole samples, unless parts of batches follow the weights as they are, in tokens."""
         if not self.windows:
             return None
-        is_new, self.is_new = self.is_new, False
-        if is_new and self.before and _time(self.windows[-1]) > WORSE * self.before.took:
-            self._begin_to_wait(self.before)
-            self.with_these_shares = 0
-            return self.before.weights
 
         def used(weights: np.ndarray) -> np.ndarray:
             """The shares that follow these weights."""
@@ -222,12 +218,20 @@ class Speeds:
             return np.array(in_use, dtype=float)
 
         now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
+        is_new, self.is_new = self.is_new, False
+        if is_new and self.before and float(np.median(_times(self.windows[-1]))) > WORSE * self.before.took:
+            self._begin_to_wait(self.before, now)
+            self.with_these_shares = 0
+            return self.before.weights
+        waits = self._waits()
         search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
-        best = now if self._waits() else search(now, unit, used)
+        best = search(now, unit, used)
+        if waits and ((best - self.better) * (self.worse - self.better)).sum() > 0:
+            best = now
         if (best != now).any():
             took = mean(map(_time, list(self.windows)[-self.with_these_shares :]))
             if self.before and self.before.is_better(now, took, best):
-                self._begin_to_wait(self.before)
+                self._begin_to_wait(self.before, now)
             self.before, self.is_new = Before(tuple(weights), now, took), True
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
@@ -238,13 +242,13 @@ class Speeds:
         self.with_these_shares = 0
         return tuple(best.tolist())
 
-    def _begin_to_wait(self, before: "Before") -> None:
+    def _begin_to_wait(self, before: "Before", worse: np.ndarray) -> None:
         """For the shares before are better."""
-        self.wait, self.time_before = PATIENCE, before.took
+        self.better, self.worse, self.time_before, self.wait = before.shares, worse, before.took, PATIENCE
 
     def _waits(self) -> bool:
-        """Whether to change nothing now, because a change was taken back. Not where steps are as slow without it: then
-        it is not the shares, but a speed that has changed."""
+        """Whether a change was taken back not long ago. Where steps are as slow without it, it was not the shares but
+        a speed that has changed."""
         if self.wait and _time(self.windows[-1]) > WORSE * self.time_before:
             self._forget(self.with_these_shares)
         self.wait = max(0, self.wait - 1)
@@ -272,9 +276,14 @@ class Speeds:
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
 
 
+def _times(window: Window) -> np.ndarray:
+    """Milliseconds of each step."""
+    return (window.passes + window.update).max(axis=1) + window.exchange.min(axis=1)
+
+
 def _time(window: Window) -> float:
     """Mean milliseconds of a step."""
-    return float(((window.passes + window.update).max(axis=1) + window.exchange.min(axis=1)).mean())
+    return float(_times(window).mean())
 
 
 def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:
