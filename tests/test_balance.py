@@ -111,6 +111,27 @@ def test_a_stall_in_the_exchange_counts_for_the_rank_whose_passes_stall_too(stal
     assert shares[stalls] < 100
 
 
+def test_an_exchange_that_is_slow_from_now_on_is_no_stall():
+    chance, speeds, work = np.random.default_rng(0), Speeds(), np.array([(128,) * 2] * WINDOW_STEPS, dtype=float)
+    for window in range(30):
+        passes = work * chance.lognormal(0, 0.01, work.shape) * chance.lognormal(0, [0.05, 0.0], work.shape)
+        note(speeds, work, passes, np.zeros_like(work), 4.0 if window < 10 else 60.0)
+        assert speeds.better_shares(256, (128, 128)) is None
+
+
+def test_a_rank_that_is_fast_now_and_then_is_followed_each_time():
+    speeds, shares, found = Speeds(), (128, 128), []
+    for window in range(25):
+        work = np.array([shares] * WINDOW_STEPS, dtype=float)
+        is_fast = window // 5 % 2 == 1 or window >= 20
+        note(speeds, work, work * [1.0, 0.25 if is_fast else 1.0], np.zeros_like(work))
+        if weights := speeds.better_shares(256, shares):
+            shares = split(256, weights)
+        found.append(shares[1])
+    assert all(one == pytest.approx(205 if window in (9, 19, 24) else 128, abs=12) for window, one in enumerate(found)
+               if window % 5 == 4), found  # fmt: skip
+
+
 def test_an_exchange_that_stalls_where_no_rank_does_changes_nothing():
     chance, speeds, work = np.random.default_rng(0), Speeds(), np.array([(64,) * 4] * WINDOW_STEPS, dtype=float)
     for _ in range(50):

@@ -75,7 +75,7 @@ class Balancer:
             self.work.append(work)
         if len(self.work) == self.window_steps:
             times = self.timer.latest(self.window_steps)
-            of_steps = zip(*((one.passes, one.update, one.exchange) for one in times), strict=True)
+            of_steps = zip(*((one.passes, one.update, one.exchange - one.further) for one in times), strict=True)
             mine = [self.sampler.next_step, *itertools.chain(self.work, *of_steps)]
             self.exchange = Exchange(mine, self.timer.device, self.sampler.epoch)
             self.work = []

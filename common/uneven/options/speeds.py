@@ -5,7 +5,7 @@ no exponential, no matrix product.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from common.uneven.plan import fastest, split
 
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
-SURE = 3.0  # standard errors that a change of a speed must be larger than
+SURE = 3.0  # standard errors that a change of a speed, or another finding, must be larger than
 SURE_GAIN = 2.0  # the same, for a gain of time
 LEAST_NOISE = 0.01  # of a window, as a part of its mean time
 WINDOWS = 20  # windows kept
@@ -24,7 +24,7 @@ FEWEST = 3  # windows that count, also such with other shares
 MOST_SAMPLES = 200  # steps of these that are looked at
 GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
 GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
-STALL = 2.0  # times the usual time of an exchange, above which a rank has stalled in it
+LEAST_STALL = 0.1  # of the longest pass; an exchange in which a rank stalls takes twice the usual time, or longer
 CLEARLY = 3.0  # times as long as all others together stall, above which it is sure which rank that was
 MEDIAN_ERROR = 1.86  # the standard error of a median, in median absolute deviations over the root of the count
 ARRIVALS = 5  # steps in which a rank was the last to come, from which on they tell how long its exchange takes
@@ -55,7 +55,7 @@ class Before(NamedTuple):
     took: float  # milliseconds of a step
 
     def is_better(self, now: np.ndarray, took: float, best: np.ndarray) -> bool:
-        """Whether steps were faster with these shares than they are now, and the best ones are nearer to these."""
+        """Whether steps were faster with these shares than they are now, and the best ones are much nearer to these."""
         return took > self.took and bool(abs(best - self.shares).sum() < abs(now - self.shares).sum() / 2)
 
 
@@ -103,7 +103,7 @@ class Speeds:
         done = work.sum(axis=0)
         if not done.any():  # nothing is known
             return
-        passes, exchange = self._with_stalls(passes, exchange)
+        passes, exchange = self._with_stalls(work, passes, exchange)
         self.step_work = float(done.sum()) / len(work)
         means = [one.mean(axis=0, keepdims=True) for one in (work, passes, update)]
         if not self.idle:  # the first window: who has no work in it is taken to be as slow as the slowest
@@ -131,19 +131,20 @@ class Speeds:
         self._find_overhead()
         self._find_exchange()
 
-    def _with_stalls(self, passes: np.ndarray, exchange: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _with_stalls(self, work: np.ndarray, passes: np.ndarray, exchange: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(passes, exchange), in which a stall in an exchange counts as the passes of the rank that stalls: a processor
         that is taken away stops it in both. Which one that is, only their passes tell, because all wait for it."""
         self.stalls.append(np.maximum(passes - np.median(passes, axis=0), 0.0).mean(axis=0))
-        after = exchange.min(axis=1)  # the last one has come
-        usual = np.median(np.concatenate([after, *(one.exchange.min(axis=1) for one in self.windows)]))
-        stall = np.maximum(after - STALL * usual, 0.0)
+        after, longest = exchange.min(axis=1), passes.max(axis=1)  # the last one has come
+        usual = np.median(after)
+        stall = np.where(after - usual > np.maximum(usual, LEAST_STALL * longest), after - usual, 0.0)
         of_ranks = np.sum(self.stalls, axis=0)
         stalls = int(of_ranks.argmax())
-        if of_ranks[stalls] < CLEARLY * (of_ranks.sum() - of_ranks[stalls]):
+        is_clear = of_ranks[stalls] > CLEARLY * (of_ranks.sum() - of_ranks[stalls])
+        if not is_clear or np.count_nonzero(work.sum(axis=0)) == 1:
             return passes, exchange
         passes = passes.copy()
-        passes[:, stalls] = np.where(stall, passes.max(axis=1) + stall, passes[:, stalls])
+        passes[:, stalls] = np.where(stall, longest + stall, passes[:, stalls])
         return passes, exchange - stall[:, None]
 
     def _costs(self, steps: Window) -> tuple[np.ndarray, np.ndarray]:
@@ -180,21 +181,26 @@ class Speeds:
 
     def _find_exchange(self) -> None:
         """As long as it is not sure that a rank's exchange takes longer than others', or less long, it counts as the
-        usual one."""
-        exchange = np.concatenate([one.exchange for one in self.windows])
-        last, after = exchange.argmin(axis=1), exchange.min(axis=1)
-        self.exchange = np.full(len(self.idle), np.median(after))
-        for rank, usual in enumerate(self.exchange):
-            if len(own := after[last == rank]) >= ARRIVALS:
-                typical = np.median(own)
-                error = MEDIAN_ERROR * np.median(abs(own - typical)) / sqrt(len(own))
-                self.exchange[rank] = typical if abs(typical - usual) > SURE * error else usual
+        usual one. Steps of a window are compared with each other: an exchange may become slower for all."""
+        exchange, last = zip(
+            *((one.exchange.min(axis=1), one.exchange.argmin(axis=1)) for one in self.windows), strict=True
+        )
+        off = np.concatenate([of_window - of_window.mean() for of_window in exchange])
+        tells = np.concatenate([np.full(len(of_window), np.ptp(of_window) > 0) for of_window in last])  # two came last
+        self.exchange = np.full(len(self.idle), np.median(np.concatenate(exchange)))
+        for rank in range(len(self.idle)):
+            own = off[tells & (np.concatenate(last) == rank)]
+            if len(own) >= ARRIVALS:
+                longer = np.median(own) - np.median(off[tells])
+                error = MEDIAN_ERROR * np.median(abs(own - np.median(own))) / sqrt(len(own))
+                self.exchange[rank] += longer if abs(longer) > SURE * error else 0.0
 
     def _forget(self, but: int) -> None:
         """Forget all windows but the last ones."""
         if before := [self.windows.popleft() for _ in range(len(self.windows) - but)]:
-            self.overhead = self.exchange = np.zeros(len(self.idle))
-            self.is_slower = mean(map(_time, self.windows)) > WORSE * mean(map(_time, before))
+            self.overhead, self.before = np.zeros(len(self.idle)), None
+            self.with_these_shares = min(self.with_these_shares, but)
+            self.is_slower = _took(self.windows) > WORSE * _took(before)
             if self.is_slower:
                 self.wait, self.time_before = 0, 0.0
 
@@ -209,7 +215,7 @@ class Speeds:
     ) -> tuple[float, ...] | None:
         """The best shares of a global batch, or None where those that follow `weights` are about as good. They are
         whole samples, unless parts of batches follow the weights as they are, in tokens."""
-        if not self.windows:
+        if not self.windows or not self.with_these_shares:
             return None
 
         def used(weights: np.ndarray) -> np.ndarray:
@@ -219,17 +225,17 @@ class Speeds:
 
         now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
         is_new, self.is_new = self.is_new, False
-        if is_new and self.before and float(np.median(_times(self.windows[-1]))) > WORSE * self.before.took:
+        if is_new and self.before and _took([self.windows[-1]]) > WORSE * self.before.took:
             self._begin_to_wait(self.before, now)
             self.with_these_shares = 0
             return self.before.weights
         waits = self._waits()
         search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
         best = search(now, unit, used)
-        if waits and ((best - self.better) * (self.worse - self.better)).sum() > 0:
+        if waits and is_alike(best - self.better, self.worse - self.better):
             best = now
         if (best != now).any():
-            took = mean(map(_time, list(self.windows)[-self.with_these_shares :]))
+            took = _took(list(self.windows)[-self.with_these_shares :])
             if self.before and self.before.is_better(now, took, best):
                 self._begin_to_wait(self.before, now)
             self.before, self.is_new = Before(tuple(weights), now, took), True
@@ -249,7 +255,7 @@ class Speeds:
     def _waits(self) -> bool:
         """Whether a change was taken back not long ago. Where steps are as slow without it, it was not the shares but
         a speed that has changed."""
-        if self.wait and _time(self.windows[-1]) > WORSE * self.time_before:
+        if self.wait and _took([self.windows[-1]]) > WORSE * self.time_before:
             self._forget(self.with_these_shares)
         self.wait = max(0, self.wait - 1)
         return self.wait > 0
@@ -276,14 +282,15 @@ class Speeds:
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
 
 
-def _times(window: Window) -> np.ndarray:
-    """Milliseconds of each step."""
-    return (window.passes + window.update).max(axis=1) + window.exchange.min(axis=1)
+def _took(windows: Iterable[Window]) -> float:
+    """Milliseconds of a step: the median, because one slow step says nothing."""
+    of_steps = [(one.passes + one.update).max(axis=1) + one.exchange.min(axis=1) for one in windows]
+    return float(np.median(np.concatenate(of_steps)))
 
 
-def _time(window: Window) -> float:
-    """Mean milliseconds of a step."""
-    return float(_times(window).mean())
+def is_alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two changes of the shares have about the same direction: an angle of at most 60 degrees."""
+    return bool((one * other).sum() > 0.5 * sqrt((one**2).sum() * (other**2).sum()))
 
 
 def least_time(cost: np.ndarray, update: np.ndarray, now: np.ndarray) -> np.ndarray:

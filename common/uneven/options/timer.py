@@ -32,6 +32,7 @@ class StepTimes:
     passes: float  # forward and backward, until this rank's gradients are ready
     exchange: float
     update: float  # clipping and the optimizer, the same for any share
+    further: float = 0.0  # of the exchange: those of `StepTimer.exchange`
 
     @property
     def compute(self) -> float:
@@ -153,7 +154,7 @@ def _times_of(marks: Marks, between: Callable[[Any, Any], float]) -> StepTimes:
     """`between` gives the milliseconds from one mark to another."""
     loading, passes, exchange, update = [between(marks[start], marks[end]) for start, end in PARTS]
     further = between(marks["further"], marks["done"]) if "done" in marks else 0.0
-    return StepTimes(loading, passes, exchange + further, update - further)
+    return StepTimes(loading, passes, exchange + further, update - further, further)
 
 
 def _on_clock(start: float, end: float) -> float:
