@@ -1,7 +1,11 @@
 """A step's time by what it is spent on."""
 
-import pytest
+import time
 
+import pytest
+import torch
+
+from common.uneven.options.timer import StepTimer
 from tests.harness import nodes_of, play, playing, rows
 from tests.trainers import altered
 
@@ -40,3 +44,14 @@ def test_a_step_without_no_sync_is_named(tmp_path):
     for node in playing(trainer, nodes_of((1, 1), tmp_path / "run", *FLAGS), tmp_path).results():
         assert node.code == 2, node.output
         assert "outside of its own `with model.no_sync(enabled=not is_last)`" in node.output
+
+
+def test_a_further_exchange_counts_as_exchange_and_is_known_apart():
+    timer = StepTimer(torch.device("cpu"))
+    for name in ("begin", "loaded", "ready", "reduced"):
+        timer.mark(name)
+    with timer.exchange():
+        time.sleep(0.02)
+    timer.end_step()
+    [times] = timer.take()
+    assert times.exchange >= times.further >= 20
