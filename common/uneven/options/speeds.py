@@ -24,7 +24,7 @@ FEWEST = 3  # windows that count, also such with other shares
 MOST_SAMPLES = 200  # steps of these that are looked at
 GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
 GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
-LEAST_STALL = 0.1  # of the longest pass; an exchange in which a rank stalls takes twice the usual time, or longer
+LEAST_STALL = 0.1  # of the longest pass, by which an exchange in which a rank stalls takes longer than usual
 CLEARLY = 3.0  # times as long as all others together stall, above which it is sure which rank that was
 MEDIAN_ERROR = 1.86  # the standard error of a median, in median absolute deviations over the root of the count
 ARRIVALS = 5  # steps in which a rank was the last to come, from which on they tell how long its exchange takes
@@ -79,9 +79,8 @@ class Speeds:
     def __init__(self) -> None:
         self.windows: deque[Window] = deque(maxlen=WINDOWS)
         self.with_these_shares = 0  # windows
-        self.last: Sequence[
-            np.ndarray
-        ]  # each rank's mean work, passes and update when it last had work: (1, ranks) each
+        # Each rank's mean work, passes and update when it last had work: (1, ranks) each.
+        self.last: Sequence[np.ndarray]
         self.idle: list[int] = []  # windows since a rank had work
         self.overhead = np.zeros(0)  # what each rank's pass costs besides its work, in units of work
         self.exchange = np.zeros(0)  # milliseconds that it takes once this rank has come as the last one
