@@ -310,6 +310,21 @@ def test_one_slow_step_right_after_a_change_does_not_take_it_back():
         assert shares == (205, 51)
 
 
+def test_a_good_change_is_rarely_taken_back_where_every_other_step_takes_twice_as_long():
+    """As with slices of a processor: more of a window's five steps are long in one window, and short in the next."""
+    chance, taken_back = np.random.default_rng(0), 0
+    for _ in range(100):
+        speeds, shares, found = Speeds(), (128, 128), []
+        for _ in range(4):
+            work = np.array([shares] * WINDOW_STEPS, dtype=float)
+            note(speeds, work, work * [1.0, 1.5] * chance.choice([1, 2], (WINDOW_STEPS, 1)), np.zeros_like(work))
+            shares = split(256, speeds.better_shares(256, shares) or shares)
+            found.append(shares[1])
+        assert found[0] == 102
+        taken_back += max(found) > 110
+    assert taken_back <= 5
+
+
 @pytest.mark.parametrize("window", [20, 26, 29, 35, 38])  # right after it is asked, it takes some windows more
 def test_a_rank_that_is_asked_again_and_is_still_slow_does_not_keep_others_from_being_followed(window):
     cluster = Cluster([1.0, 1.0, 0.001], update_ms=0.0)

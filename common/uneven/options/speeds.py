@@ -5,7 +5,7 @@ no exponential, no matrix product.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import log, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from common.uneven.plan import fastest, split
 MIN_GAIN = 0.98  # of the time of a step, below which a change must bring it
 CLEAR_GAINS = (0.9, 0.93)  # the same, where only one window is known, or two
 SURE = 3.0  # standard errors that a change of a speed, or another finding, must be larger than
-SURE_GAIN = 2.0  # the same, for a gain of time
+SURE_GAIN = 2.0  # the same, for a gain or a loss of time
 LEAST_NOISE = 0.01  # of a window, as a part of its mean time
 WINDOWS = 20  # windows kept
-FEWEST = 3  # windows that count, also such with other shares
+FEWEST = 3  # windows that count, also such with other shares, and within which a change is judged
 MOST_SAMPLES = 200  # steps of these that are looked at
 GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
 GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
@@ -33,7 +33,7 @@ RARE = 0.02  # of the steps, the slowest, that do not count
 # windows in a row -> the factor by which they differ from those before, where the speed has changed
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
-WORSE = 1.15  # of the time of a step before a change, above which the change is taken back
+WORSE = 1.15  # of the time of a step before a change, above which the change is taken back, once that is sure
 PATIENCE = 20  # windows after that, without a change in the same direction
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
@@ -47,16 +47,35 @@ class Window(NamedTuple):
     exchange: np.ndarray  # from the end of a rank's passes until the gradients of all are summed
 
 
+class Took(NamedTuple):
+    """How long a step took on average. The slowest one of each window does not count: one slow step says nothing."""
+
+    ms: float
+    error: float  # the standard error of that
+
+    @classmethod
+    def of(cls, windows: Sequence[Window]) -> "Took":
+        took = [np.sort((one.passes + one.update).max(axis=1) + one.exchange.min(axis=1)) for one in windows]
+        of_steps = np.concatenate([one[: max(1, len(one) - 1)] for one in took])
+        return cls(float(of_steps.mean()), float(of_steps.std() / sqrt(max(1, len(of_steps) - 1))))
+
+    def is_longer_than(self, before: "Took") -> bool:
+        return self.ms > WORSE * before.ms
+
+    def is_sure_to_differ_from(self, before: "Took") -> bool:
+        return abs(self.ms - before.ms) > SURE_GAIN * sqrt(self.error**2 + before.error**2)
+
+
 class Before(NamedTuple):
     """What a change of the shares has changed."""
 
     weights: tuple[float, ...]
     shares: np.ndarray  # (ranks,)
-    took: float  # milliseconds of a step
+    took: Took
 
-    def is_better(self, now: np.ndarray, took: float, best: np.ndarray) -> bool:
+    def is_better(self, now: np.ndarray, took: Took, best: np.ndarray) -> bool:
         """Whether steps were faster with these shares than they are now, and the best ones are much nearer to these."""
-        return took > self.took and bool(abs(best - self.shares).sum() < abs(now - self.shares).sum() / 2)
+        return took.ms > self.took.ms and bool(abs(best - self.shares).sum() < abs(now - self.shares).sum() / 2)
 
 
 class Speeds:
@@ -89,10 +108,11 @@ class Speeds:
         # How much each rank's cost differs from one window to the next, as a logarithm.
         self.differences: deque[list[float]] = deque(maxlen=WINDOWS)
         self.before: Before | None = None  # the last change
-        self.is_new = False  # no window is known yet with these shares
-        # Of the last change that was taken back: the shares before and after it, the milliseconds of a step before it,
-        # and the windows until others in its direction may be tried.
-        self.better, self.worse, self.time_before, self.wait = np.zeros(0), np.zeros(0), 0.0, 0
+        self.is_new = False  # whether that was good is not known yet
+        # The last change that was taken back, the shares after it, and the windows until others in its direction may be
+        # tried.
+        self.undone: Before | None = None
+        self.worse, self.wait = np.zeros(0), 0
         # Whether steps have become slower by the last change of a speed; else a rank has become faster, or seems so.
         self.is_slower = True
 
@@ -199,9 +219,9 @@ class Speeds:
         if before := [self.windows.popleft() for _ in range(len(self.windows) - but)]:
             self.overhead, self.before = np.zeros(len(self.idle)), None
             self.with_these_shares = min(self.with_these_shares, but)
-            self.is_slower = _took(self.windows) > WORSE * _took(before)
+            self.is_slower = Took.of(list(self.windows)).is_longer_than(Took.of(before))
             if self.is_slower:
-                self.wait, self.time_before = 0, 0.0
+                self.undone = None
 
     @property
     def noise(self) -> list[float]:
@@ -223,20 +243,23 @@ class Speeds:
             return np.array(in_use, dtype=float)
 
         now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
-        is_new, self.is_new = self.is_new, False
-        if is_new and self.before and _took([self.windows[-1]]) > WORSE * self.before.took:
-            self._begin_to_wait(self.before, now)
-            self.with_these_shares = 0
-            return self.before.weights
-        waits = self._waits()
+        took = Took.of(list(self.windows)[-self.with_these_shares :])
+        if self.is_new and self.before and took.is_longer_than(self.before.took):
+            if took.is_sure_to_differ_from(self.before.took):
+                self._undo(self.before, now)
+                self.with_these_shares, self.is_new = 0, False
+                return self.before.weights
+            if self.with_these_shares < FEWEST:  # the next window tells
+                return None
+        self.is_new = False
+        undone = self._waits()
         search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
         best = search(now, unit, used)
-        if waits and is_alike(best - self.better, self.worse - self.better):
+        if undone and is_alike(best - undone.shares, self.worse - undone.shares):
             best = now
         if (best != now).any():
-            took = _took(list(self.windows)[-self.with_these_shares :])
             if self.before and self.before.is_better(now, took, best):
-                self._begin_to_wait(self.before, now)
+                self._undo(self.before, now)
             self.before, self.is_new = Before(tuple(weights), now, took), True
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
@@ -247,23 +270,23 @@ class Speeds:
         self.with_these_shares = 0
         return tuple(best.tolist())
 
-    def _begin_to_wait(self, before: "Before", worse: np.ndarray) -> None:
-        """For the shares before are better."""
-        self.better, self.worse, self.time_before, self.wait = before.shares, worse, before.took, PATIENCE
+    def _undo(self, change: Before, worse: np.ndarray) -> None:
+        """Let others in its direction wait, for the shares before it are better."""
+        self.undone, self.worse, self.wait = change, worse, PATIENCE
 
-    def _waits(self) -> bool:
-        """Whether a change was taken back not long ago. Where steps are as slow without it, it was not the shares but
-        a speed that has changed."""
-        if self.wait and _took([self.windows[-1]]) > WORSE * self.time_before:
+    def _waits(self) -> Before | None:
+        """The change that was taken back not long ago. Where steps are as slow without it, it was not the shares but a
+        speed that has changed."""
+        if self.undone and self.wait and Took.of([self.windows[-1]]).is_longer_than(self.undone.took):
             self._forget(self.with_these_shares)
         self.wait = max(0, self.wait - 1)
-        return self.wait > 0
+        return self.undone if self.wait else None
 
     def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
         cost, besides = (np.median(of_steps, axis=0) for of_steps in self._recent()[:2])
         best = np.array(fastest((cost * unit).tolist(), besides.tolist(), now.sum()))
-        if not self.is_slower or self.time_before:
+        if not self.is_slower or self.undone:
             best = capped(best, most_at_once(now, GROWTH_IF_FASTER))
         best = used(best)
         gain = (cost * unit * best + besides).max() / (cost * unit * now + besides).max()
@@ -279,12 +302,6 @@ class Speeds:
         gains = [float((before - after)[window[chosen] == one].mean()) for one in np.unique(window[chosen])]
         is_sure = len(gains) > 1 and mean(gains) > SURE_GAIN * stdev(gains) / sqrt(len(gains))
         return best if is_sure and after.mean() < MIN_GAIN * before.mean() else now
-
-
-def _took(windows: Iterable[Window]) -> float:
-    """Milliseconds of a step: the median, because one slow step says nothing."""
-    of_steps = [(one.passes + one.update).max(axis=1) + one.exchange.min(axis=1) for one in windows]
-    return float(np.median(np.concatenate(of_steps)))
 
 
 def is_alike(one: np.ndarray, other: np.ndarray) -> bool:
