@@ -281,8 +281,10 @@ def show_settled(found: dict[tuple[str, str, int], list[dict[str, Any]]]) -> Non
         print("| " + " | ".join([trainer, name, *cells]) + " |", flush=True)
 
 
-def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, fixed: bool, file: Path | None) -> None:
-    """Measure all cases in turns, and print the table, also of what `file` has from before."""
+def settle_all(
+    flags: dict[str, list[str]], cases: list[str], steps: int, repeat: int, only: str, fixed: bool, file: Path | None
+) -> None:
+    """Measure these cases in turns, and print the table, also of what `file` has from before."""
     found = dict[tuple[str, str, int], list[dict[str, Any]]]()
     for line in file.read_text().splitlines() if file and file.exists() else []:
         *case, one = json.loads(line)
@@ -291,7 +293,7 @@ def settle_all(flags: dict[str, list[str]], steps: int, repeat: int, only: str, 
     for _ in range(repeat):
         for trainer, batches in SETTLE_BATCHES.items():
             for batch in batches:
-                for name in SETTLE if not wanted or batch in wanted else ():
+                for name in cases if not wanted or batch in wanted else ():
                     one = settle(trainer, name, batch, flags[trainer], steps, fixed)
                     found.setdefault((trainer, name, batch), []).append(one)
                     if file:
@@ -308,6 +310,7 @@ def main() -> None:
     parser.add_argument("--only", default="two,four,four-large,equal,changes")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batches", default="", help="of --only settle, such as 256,512")
+    parser.add_argument("--cases", default=",".join(SETTLE), help="of --only settle")
     parser.add_argument("--fixed", action="store_true", help="of --only settle: also some fixed shares")
     parser.add_argument("--file", type=Path, help="of --only settle: its turns, to which others are added later")
     args = parser.parse_args()
@@ -317,7 +320,7 @@ def main() -> None:
     flags["BERT"] += ["--cache-dir", str((ROOT / "cache").resolve())]
     only = args.only.split(",")
     if "settle" in only:
-        settle_all(flags, args.steps, args.repeat, args.batches, args.fixed, args.file)
+        settle_all(flags, args.cases.split(","), args.steps, args.repeat, args.batches, args.fixed, args.file)
         only.remove("settle")
         if not only:
             return
