@@ -314,6 +314,8 @@ def main() -> None:
     parser.add_argument("--fixed", action="store_true", help="of --only settle: also some fixed shares")
     parser.add_argument("--file", type=Path, help="of --only settle: its turns, to which others are added later")
     args = parser.parse_args()
+    if unknown := set(args.cases.split(",")) - set(SETTLE):
+        parser.error(f"--cases: {', '.join(sorted(unknown))}: must be of {', '.join(SETTLE)}")
     require_mnist(args.data_dir)
     flags = {name: ["--max-steps", str(args.steps), "--log-every", "1"] for name in TRAINERS}
     flags["MNIST"] += ["--data-dir", str(args.data_dir.resolve())]

@@ -310,8 +310,8 @@ def test_one_slow_step_right_after_a_change_does_not_take_it_back():
         assert shares == (205, 51)
 
 
-def test_a_good_change_is_rarely_taken_back_where_every_other_step_takes_twice_as_long():
-    """As with slices of a processor: more of a window's five steps are long in one window, and short in the next."""
+def test_a_good_change_is_rarely_taken_back_where_each_step_may_take_twice_as_long():
+    """At random: of a window's five steps one may be long, and four of the next."""
     chance, taken_back = np.random.default_rng(0), 0
     for _ in range(100):
         speeds, shares, found = Speeds(), (128, 128), []

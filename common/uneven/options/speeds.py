@@ -5,7 +5,7 @@ no exponential, no matrix product.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -48,22 +48,23 @@ class Window(NamedTuple):
 
 
 class Took(NamedTuple):
-    """How long a step took on average. The slowest one of each window does not count: one slow step says nothing."""
+    """How long a step took on average. The slowest fifth of each window does not count: one slow step says nothing."""
 
     ms: float
     error: float  # the standard error of that
 
     @classmethod
-    def of(cls, windows: Sequence[Window]) -> "Took":
+    def of(cls, windows: Iterable[Window]) -> "Took":
         took = [np.sort((one.passes + one.update).max(axis=1) + one.exchange.min(axis=1)) for one in windows]
-        of_steps = np.concatenate([one[: max(1, len(one) - 1)] for one in took])
+        of_steps = np.concatenate([one[: -(-4 * len(one) // 5)] for one in took])
         return cls(float(of_steps.mean()), float(of_steps.std() / sqrt(max(1, len(of_steps) - 1))))
 
     def is_longer_than(self, before: "Took") -> bool:
         return self.ms > WORSE * before.ms
 
-    def is_sure_to_differ_from(self, before: "Took") -> bool:
-        return abs(self.ms - before.ms) > SURE_GAIN * sqrt(self.error**2 + before.error**2)
+    def is_surely_longer_than(self, before: "Took") -> bool:
+        error = sqrt(self.error * self.error + before.error * before.error)
+        return self.is_longer_than(before) and self.ms - before.ms > SURE_GAIN * error
 
 
 class Before(NamedTuple):
@@ -219,7 +220,7 @@ class Speeds:
         if before := [self.windows.popleft() for _ in range(len(self.windows) - but)]:
             self.overhead, self.before = np.zeros(len(self.idle)), None
             self.with_these_shares = min(self.with_these_shares, but)
-            self.is_slower = Took.of(list(self.windows)).is_longer_than(Took.of(before))
+            self.is_slower = Took.of(self.windows).is_longer_than(Took.of(before))
             if self.is_slower:
                 self.undone = None
 
@@ -245,8 +246,8 @@ class Speeds:
         now, unit = used(np.array(weights, dtype=float)), self.step_work / global_batch
         took = Took.of(list(self.windows)[-self.with_these_shares :])
         if self.is_new and self.before and took.is_longer_than(self.before.took):
-            if took.is_sure_to_differ_from(self.before.took):
-                self._undo(self.before, now)
+            if took.is_surely_longer_than(self.before.took):
+                self._begin_to_wait(self.before, now)
                 self.with_these_shares, self.is_new = 0, False
                 return self.before.weights
             if self.with_these_shares < FEWEST:  # the next window tells
@@ -259,7 +260,7 @@ class Speeds:
             best = now
         if (best != now).any():
             if self.before and self.before.is_better(now, took, best):
-                self._undo(self.before, now)
+                self._begin_to_wait(self.before, now)
             self.before, self.is_new = Before(tuple(weights), now, took), True
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
@@ -270,8 +271,8 @@ class Speeds:
         self.with_these_shares = 0
         return tuple(best.tolist())
 
-    def _undo(self, change: Before, worse: np.ndarray) -> None:
-        """Let others in its direction wait, for the shares before it are better."""
+    def _begin_to_wait(self, change: Before, worse: np.ndarray) -> None:
+        """With others in its direction, for the shares before it are better."""
         self.undone, self.worse, self.wait = change, worse, PATIENCE
 
     def _waits(self) -> Before | None:
