@@ -6,6 +6,7 @@ no exponential, no matrix product.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import log, sqrt
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -20,7 +21,7 @@ SURE = 3.0  # standard errors that a change of a speed, or another finding, must
 SURE_GAIN = 2.0  # the same, for a gain or a loss of time
 LEAST_NOISE = 0.01  # of a window, as a part of its mean time
 WINDOWS = 20  # windows kept
-FEWEST = 3  # windows that count, also such with other shares, and within which a change is judged
+FEWEST = 3  # windows that count, also such with other shares
 MOST_SAMPLES = 200  # steps of these that are looked at
 GROWTH = 1.5  # of a share at once: the time of a rank may grow faster than its share
 GROWTH_IF_FASTER = 2.0  # the same, right after a rank seems to have become faster
@@ -34,6 +35,7 @@ RARE = 0.02  # of the steps, the slowest, that do not count
 CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 WORSE = 1.15  # of the time of a step before a change, above which the change is taken back, once that is sure
+JUDGED = 3  # windows after a change, within which that must become sure
 PATIENCE = 20  # windows after that, without a change in the same direction
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
@@ -79,6 +81,18 @@ class Before(NamedTuple):
         return took.ms > self.took.ms and bool(abs(best - self.shares).sum() < abs(now - self.shares).sum() / 2)
 
 
+@dataclass
+class Undone:
+    """A change that was taken back."""
+
+    change: Before
+    worse: np.ndarray  # the shares after it: (ranks,)
+    wait: int = PATIENCE  # windows until another one in its direction may be tried
+
+    def forbids(self, shares: np.ndarray) -> bool:
+        return bool(self.wait) and is_alike(shares - self.change.shares, self.worse - self.change.shares)
+
+
 class Speeds:
     """What is known of the ranks' speeds, from the windows that are noted.
 
@@ -110,10 +124,7 @@ class Speeds:
         self.differences: deque[list[float]] = deque(maxlen=WINDOWS)
         self.before: Before | None = None  # the last change
         self.is_new = False  # whether that was good is not known yet
-        # The last change that was taken back, the shares after it, and the windows until others in its direction may be
-        # tried.
-        self.undone: Before | None = None
-        self.worse, self.wait = np.zeros(0), 0
+        self.undone: Undone | None = None  # the last one of these
         # Whether steps have become slower by the last change of a speed; else a rank has become faster, or seems so.
         self.is_slower = True
 
@@ -247,20 +258,20 @@ class Speeds:
         took = Took.of(list(self.windows)[-self.with_these_shares :])
         if self.is_new and self.before and took.is_longer_than(self.before.took):
             if took.is_surely_longer_than(self.before.took):
-                self._begin_to_wait(self.before, now)
+                self.undone = Undone(self.before, now)
                 self.with_these_shares, self.is_new = 0, False
                 return self.before.weights
-            if self.with_these_shares < FEWEST:  # the next window tells
+            if self.with_these_shares < JUDGED:  # the next window tells
                 return None
         self.is_new = False
-        undone = self._waits()
+        self._wait()
         search = self._of_few if len(self.windows) <= len(CLEAR_GAINS) else self._of_many
         best = search(now, unit, used)
-        if undone and is_alike(best - undone.shares, self.worse - undone.shares):
+        if self.undone and self.undone.forbids(best):
             best = now
         if (best != now).any():
             if self.before and self.before.is_better(now, took, best):
-                self._begin_to_wait(self.before, now)
+                self.undone = Undone(self.before, now)
             self.before, self.is_new = Before(tuple(weights), now, took), True
         if probes := [rank for rank, idle in enumerate(self.idle) if idle and idle % IDLE_WINDOWS == 0]:
             best = best.copy()
@@ -271,17 +282,14 @@ class Speeds:
         self.with_these_shares = 0
         return tuple(best.tolist())
 
-    def _begin_to_wait(self, change: Before, worse: np.ndarray) -> None:
-        """With others in its direction, for the shares before it are better."""
-        self.undone, self.worse, self.wait = change, worse, PATIENCE
-
-    def _waits(self) -> Before | None:
-        """The change that was taken back not long ago. Where steps are as slow without it, it was not the shares but a
-        speed that has changed."""
-        if self.undone and self.wait and Took.of([self.windows[-1]]).is_longer_than(self.undone.took):
+    def _wait(self) -> None:
+        """For a window less. Where steps are as slow without the change that was taken back, it was not the shares but
+        a speed that has changed."""
+        if not self.undone or not self.undone.wait:
+            return
+        self.undone.wait -= 1
+        if Took.of([self.windows[-1]]).is_longer_than(self.undone.change.took):
             self._forget(self.with_these_shares)
-        self.wait = max(0, self.wait - 1)
-        return self.undone if self.wait else None
 
     def _of_few(self, now: np.ndarray, unit: float, used: Used) -> np.ndarray:
         """From the medians, because of few windows noise is not known."""
