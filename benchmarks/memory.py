@@ -10,6 +10,7 @@ what a rank has from the launcher that has forked it, until either writes there.
 
 import argparse
 import contextlib
+import statistics
 import sys
 import tempfile
 import time
@@ -89,7 +90,10 @@ def processes(run: PlayedRun) -> dict[str, psutil.Process]:
 
 
 def at(samples: list[Sample], step: int) -> Sample:
-    return min(samples, key=lambda one: abs(one[0] - step))
+    """The medians of the five samples around a step: in one of them the process may have just begun, or be ending."""
+    nearest = sorted(samples, key=lambda one: abs(one[0] - step))[:5]
+    step_, resident, alone, descriptors, threads = map(statistics.median_low, zip(*nearest, strict=True))
+    return int(step_), resident, alone, int(descriptors), int(threads)
 
 
 def main() -> None:

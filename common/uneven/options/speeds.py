@@ -36,7 +36,7 @@ CHANGES = {2: 1.7, 3: 1.2}
 Used = Callable[[np.ndarray], np.ndarray]  # the shares that follow these weights
 WORSE = 1.15  # of the time of a step before a change, above which the change is taken back, once that is sure
 JUDGED = 3  # windows after a change, within which that must become sure
-PATIENCE = 20  # windows after that, without a change in the same direction
+PATIENCE = 20  # windows after a change was taken back, without another one in its direction
 IDLE_WINDOWS = 10  # windows after which a rank without samples is given one, to measure it
 
 
@@ -83,7 +83,7 @@ class Before(NamedTuple):
 
 @dataclass
 class Undone:
-    """A change that was taken back."""
+    """A change that was taken back, or from which the search itself came back, because steps had become slower."""
 
     change: Before
     worse: np.ndarray  # the shares after it: (ranks,)
@@ -244,8 +244,9 @@ class Speeds:
     def better_shares(
         self, global_batch: int, weights: Sequence[float], in_samples: bool = True
     ) -> tuple[float, ...] | None:
-        """The best shares of a global batch, or None where those that follow `weights` are about as good. They are
-        whole samples, unless parts of batches follow the weights as they are, in tokens."""
+        """The best shares of a global batch, or the weights before where a change is taken back. None where those that
+        follow `weights` are about as good, or too little is known yet. New shares are whole samples, unless parts of
+        batches follow the weights as they are, in tokens."""
         if not self.windows or not self.with_these_shares:
             return None
 
@@ -283,8 +284,8 @@ class Speeds:
         return tuple(best.tolist())
 
     def _wait(self) -> None:
-        """For a window less. Where steps are as slow without the change that was taken back, it was not the shares but
-        a speed that has changed."""
+        """Count a window of the wait. Where its steps are as slow without the change that was taken back, it was not
+        the shares but a speed that has changed."""
         if not self.undone or not self.undone.wait:
             return
         self.undone.wait -= 1
@@ -295,7 +296,7 @@ class Speeds:
         """From the medians, because of few windows noise is not known."""
         cost, besides = (np.median(of_steps, axis=0) for of_steps in self._recent()[:2])
         best = np.array(fastest((cost * unit).tolist(), besides.tolist(), now.sum()))
-        if not self.is_slower or self.undone:
+        if not self.is_slower:
             best = capped(best, most_at_once(now, GROWTH_IF_FASTER))
         best = used(best)
         gain = (cost * unit * best + besides).max() / (cost * unit * now + besides).max()
