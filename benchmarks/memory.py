@@ -92,8 +92,8 @@ def processes(run: PlayedRun) -> dict[str, psutil.Process]:
 def at(samples: list[Sample], step: int) -> Sample:
     """The medians of the five samples around a step: in one of them the process may have just begun, or be ending."""
     nearest = sorted(samples, key=lambda one: abs(one[0] - step))[:5]
-    step_, resident, alone, descriptors, threads = map(statistics.median_low, zip(*nearest, strict=True))
-    return int(step_), resident, alone, int(descriptors), int(threads)
+    around, resident, alone, descriptors, threads = map(statistics.median_low, zip(*nearest, strict=True))
+    return int(around), resident, alone, int(descriptors), int(threads)
 
 
 def main() -> None:
